@@ -1,0 +1,1 @@
+"""Exact loss aggregation for RL post-training trainers."""

@@ -1,0 +1,1 @@
+"""Training backends and what they share."""

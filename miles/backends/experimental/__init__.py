@@ -1,0 +1,1 @@
+"""Backends whose path is the host's experimental one."""

@@ -1,0 +1,1 @@
+"""FSDP2 backend, for CPUs and GPUs."""

@@ -1,0 +1,1 @@
+"""Models that the FSDP2 backend trains."""

@@ -1,0 +1,1 @@
+"""The training layer that backends share: data, losses, aggregation, logging."""

@@ -1,0 +1,210 @@
+"""Zigzag context-parallel slices of responses, and the host's reducer over them.
+
+A sequence is cut into 2 * cp_size equal chunks (the last ones padded) and rank r holds chunks r and
+2 * cp_size - 1 - r, which balances causal attention. The logit at position p predicts token p + 1, so rank r owns the
+response tokens whose predicting position lies in its chunks. With one context-parallel rank the two chunks are the
+sequence and nothing, so every function below is the identity there without asking.
+
+Shapes: B rows; row i has total_length tokens, of which the last response_length are the response; T_i of these are on
+this rank. `qkv_format` is "thd" (rows packed, each padded to its own multiple) or "bshd" (rows padded to max_seq_len).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed.nn.functional as dist_nn
+
+from miles.backends.training_utils.loss_aggregation import make_reducer, mask_sums
+from miles.backends.training_utils.parallel import get_parallel_state
+
+Range = tuple[int, int]
+
+
+def get_logits_and_tokens_offset_with_cp(
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_seq_len: int | None = None,
+    cp_rank: int | None = None,
+    cp_size: int | None = None,
+) -> tuple[int, tuple[Range, Range], tuple[Range, Range], tuple[Range, Range]]:
+    """Return what this rank holds of one sequence, as offsets from the sequence's first token.
+
+    Args:
+        total_length: Tokens of prompt and response.
+        response_length: Tokens of the response, `<= total_length`.
+        qkv_format: "thd" or "bshd".
+        max_seq_len: Padded length, needed for "bshd".
+        cp_rank: Rank to answer for; None is this process.
+        cp_size: Context-parallel size; None is this process's.
+
+    Returns:
+        `(chunk_size, chunks, logits, tokens)`: the length of a chunk; the half-open ranges of the two chunks; the
+        ranges of positions in them that predict a response token; the ranges of those tokens. A range without
+        positions is `(0, 0)`.
+
+    Raises:
+        ValueError: "bshd" without `max_seq_len`, or an unknown format.
+    """
+    if cp_rank is None or cp_size is None:
+        cp = get_parallel_state().cp
+        cp_rank, cp_size = cp.rank, cp.size
+    if qkv_format not in ("thd", "bshd"):
+        raise ValueError(f"qkv_format must be 'thd' or 'bshd', got {qkv_format!r}")
+    if qkv_format == "bshd" and max_seq_len is None:
+        raise ValueError("qkv_format 'bshd' needs max_seq_len, the length that rows are padded to")
+    padded_length = total_length if qkv_format == "thd" else max_seq_len
+    if cp_size == 1:
+        chunk_size, chunks = padded_length, ((0, padded_length), (padded_length, padded_length))
+    else:
+        chunk_size = -(-padded_length // (2 * cp_size))
+        mirror = 2 * cp_size - 1 - cp_rank
+        chunks = tuple((index * chunk_size, (index + 1) * chunk_size) for index in (cp_rank, mirror))
+
+    def predicting(chunk: Range) -> Range:
+        start, end = max(chunk[0], total_length - response_length - 1, 0), min(chunk[1], total_length - 1)
+        return (start, end) if start < end else (0, 0)
+
+    logits = tuple(predicting(chunk) for chunk in chunks)
+    tokens = tuple((start + 1, end + 1) if start < end else (0, 0) for start, end in logits)
+    return chunk_size, chunks, logits, tokens
+
+
+def local_length(total_length: int, qkv_format: str = "thd", max_seq_len: int | None = None) -> int:
+    """Return how many positions of one (padded) sequence this rank holds."""
+    cp_size = get_parallel_state().cp.size
+    chunk_size, *_ = get_logits_and_tokens_offset_with_cp(total_length, 0, qkv_format, max_seq_len)
+    return chunk_size * (2 if cp_size > 1 else 1)
+
+
+def slice_log_prob_with_cp(
+    log_prob: torch.Tensor,
+    total_length: int,
+    response_length: int,
+    qkv_format: str = "thd",
+    max_seq_len: int | None = None,
+) -> torch.Tensor:
+    """Slice one response's values `[response_length]` to the `[T_i]` on this rank.
+
+    Raises:
+        ValueError: the values do not cover the response.
+    """
+    if len(log_prob) != response_length:
+        raise ValueError(f"expected one value for each of {response_length} response tokens, got {len(log_prob)}")
+    _, chunks, *_ = get_logits_and_tokens_offset_with_cp(total_length, response_length, qkv_format, max_seq_len)
+    first = total_length - response_length - 1  # the position that predicts the first response token
+
+    def share(chunk: Range) -> torch.Tensor:
+        # Without a prompt no position predicts the first token; it then goes with position 0.
+        start = max(chunk[0] - first, 0) if chunk[0] > 0 else 0
+        return log_prob[start : max(min(chunk[1], total_length - 1) - first, start)]
+
+    return torch.cat([share(chunk) for chunk in chunks])
+
+
+def _slice_loss_mask_for_local_cp(
+    total_length: int,
+    response_length: int,
+    loss_mask: torch.Tensor,
+    qkv_format: str,
+    max_seq_len: int | None,
+) -> torch.Tensor:
+    """Slice one response's loss mask to this rank's tokens; the host's name and argument order."""
+    return slice_log_prob_with_cp(loss_mask, total_length, response_length, qkv_format, max_seq_len)
+
+
+def get_local_response_loss_masks(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[torch.Tensor],
+    qkv_format: str = "thd",
+    max_seq_lens: Sequence[int] | None = None,
+) -> list[torch.Tensor]:
+    """Slice the loss mask of each of B rows to this rank's tokens: `[response_length]` to `[T_i]`."""
+    max_seq_lens = max_seq_lens if max_seq_lens is not None else [None] * len(loss_masks)
+    return [
+        _slice_loss_mask_for_local_cp(total_length, response_length, loss_mask, qkv_format, max_seq_len)
+        for total_length, response_length, loss_mask, max_seq_len in zip(
+            total_lengths, response_lengths, loss_masks, max_seq_lens, strict=True
+        )
+    ]
+
+
+def slice_with_cp(
+    tokens: torch.Tensor, pad_value: int, qkv_format: str = "thd", max_seq_len: int | None = None
+) -> torch.Tensor:
+    """Slice one whole sequence `[total_length]` into this rank's padded zigzag layout `[local_length]`."""
+    length = tokens.size(0)
+    _, chunks, *_ = get_logits_and_tokens_offset_with_cp(length, 0, qkv_format, max_seq_len)
+    last = max(end for _, end in chunks)
+    padded = torch.nn.functional.pad(tokens, (0, max(last - length, 0)), value=pad_value)
+    return torch.cat([padded[start:end] for start, end in chunks])
+
+
+def all_reduce_with_cp(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over the context-parallel ranks, differentiably: each rank's gradient is the sum over ranks."""
+    cp = get_parallel_state().cp
+    if cp.size == 1:
+        return tensor
+    if cp.group is None:
+        raise RuntimeError("a sum over context-parallel ranks needs a process group, and this parallel state has none")
+    return dist_nn.all_reduce(tensor, group=cp.group)
+
+
+def get_sum_of_sample_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[torch.Tensor],
+    calculate_per_token_loss: bool = False,
+    qkv_format: str = "thd",
+    max_seq_lens: Sequence[int] | None = None,
+    sample_denoms: torch.Tensor | Sequence[torch.Tensor | float] | None = None,
+    constant_divisor: float | None = None,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Build the reducer x -> sum_i (1 / d_i) sum_t m_it x_it over this rank's tokens.
+
+    The divisor d_i is max(m_i, 1) by default (m_i over the whole response, not over this rank's share), 1 with
+    `calculate_per_token_loss`, `sample_denoms[i]` or `constant_divisor`. It is the host's function of that name.
+
+    Args:
+        total_lengths: B lengths of prompt and response.
+        response_lengths: B lengths of the response.
+        loss_masks: B whole-response masks, row i `[response_length]`, values 0 and 1.
+        calculate_per_token_loss: Sum over tokens instead of over sample means.
+        qkv_format: "thd" or "bshd".
+        max_seq_lens: B padded lengths, for "bshd".
+        sample_denoms: B positive divisors (0 acts as 1), from the whole step.
+        constant_divisor: One positive divisor for all rows (L of Dr.GRPO).
+
+    Returns:
+        The reducer of `make_reducer`; sum its results over micro-batches and over data- and context-parallel ranks.
+
+    Raises:
+        ValueError: more than one of the last three choices, or a divisor count that is not B.
+    """
+    choices = [calculate_per_token_loss, sample_denoms is not None, constant_divisor is not None]
+    if sum(map(bool, choices)) > 1:
+        raise ValueError(
+            "calculate_per_token_loss, sample_denoms and constant_divisor are mutually exclusive; give at most one"
+        )
+    local_masks = get_local_response_loss_masks(total_lengths, response_lengths, loss_masks, qkv_format, max_seq_lens)
+    if calculate_per_token_loss:
+        return make_reducer(local_masks, denominators=1)
+    if constant_divisor is not None:
+        return make_reducer(local_masks, denominators=constant_divisor)
+    if sample_denoms is None:
+        sample_denoms = mask_sums(loss_masks)
+    return make_reducer(local_masks, denominators=as_row_tensor(sample_denoms, like=loss_masks))
+
+
+def as_row_tensor(
+    values: torch.Tensor | Sequence[torch.Tensor | float], *, like: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return per-row scalars as one `[B]` tensor on the device of `like`, in a single transfer."""
+    if isinstance(values, torch.Tensor):
+        return values.to(like[0].device) if like else values
+    if values and isinstance(values[0], torch.Tensor):
+        return torch.stack([value.reshape(()) for value in values])
+    return torch.tensor(list(values), device=like[0].device if like else None)

@@ -1,0 +1,187 @@
+"""Metrics: add them up over micro-batches and ranks, divide each by its own normalizer, log.
+
+A metric is a pair of a sum and a count until the last moment; pairs add up over any cut, means do not.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from miles.backends.training_utils.cp_utils import get_sum_of_sample_mean
+from miles.backends.training_utils.data import DataIterator
+from miles.backends.training_utils.loss_aggregation import concat
+from miles.backends.training_utils.parallel import get_parallel_state
+from miles.utils.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+ROW_METRICS = ("rewards", "raw_reward", "response_lengths", "total_lengths", "truncated", "round_number")
+"""Columns of the rollout log with one number per row; logged as means over rows."""
+
+TOKEN_METRICS = ("log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns", "values", "entropy")
+"""Columns of the rollout log with one value per response token; logged as sample means."""
+
+
+def aggregate_train_losses(losses_reduced: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the metrics of one optimizer step from the log dictionaries of this rank's micro-batches.
+
+    metric = cp_size * sum(values) / sum(normalizers), sums over micro-batches and over DP x CP ranks. The factor
+    cp_size is there because each context-parallel rank holds a share of the values but counts whole responses.
+    A collective: every DP x CP rank calls it with the same keys.
+
+    Args:
+        losses_reduced: `{"keys", "values"}` with the shared count first in `values`, or `{"keys", "values",
+            "normalizers"}` with a count for each key; all of one form.
+
+    Returns:
+        Metric by key; empty without log dictionaries.
+
+    Raises:
+        ValueError: the dictionaries mix the two forms, differ in keys or their order, have the wrong number of values
+            or normalizers, or a normalizer that is not positive over the whole step.
+    """
+    if not losses_reduced:
+        return {}
+    keys = list(losses_reduced[0]["keys"])
+    pairs = [_sums_and_normalizers(log_dict, keys, "normalizers" in losses_reduced[0]) for log_dict in losses_reduced]
+    state = get_parallel_state()
+    sums = state.intra_dp_cp.all_reduce(torch.stack([values for values, _ in pairs]).sum(0))
+    normalizers = state.intra_dp_cp.all_reduce(torch.stack([counts for _, counts in pairs]).sum(0)).tolist()
+    for key, normalizer in zip(keys, normalizers, strict=True):
+        if not normalizer > 0:
+            raise ValueError(f"the normalizer of metric {key!r} must be positive over the step, got {normalizer}")
+    return {
+        key: value * state.cp.size / normalizer
+        for key, value, normalizer in zip(keys, sums.tolist(), normalizers, strict=True)
+    }
+
+
+def _sums_and_normalizers(
+    log_dict: dict[str, Any], keys: list[str], has_normalizers: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one micro-batch's `[K]` sums (float64) and `[K]` normalizers (int64 where they are integers)."""
+    if ("normalizers" in log_dict) != has_normalizers:
+        raise ValueError(
+            "log dictionaries mix the legacy form with the form that carries normalizers; use one of them"
+        )
+    if list(log_dict["keys"]) != keys:
+        raise ValueError(f"log dictionaries differ in keys or their order: {keys} and {list(log_dict['keys'])}")
+    values = log_dict["values"]
+    expected = len(keys) if has_normalizers else len(keys) + 1
+    if values.numel() != expected:
+        raise ValueError(f"expected {expected} values for {len(keys)} keys, got {values.numel()}")
+    values = values.detach().to(torch.float64)
+    if not has_normalizers:
+        return values[1:], values[:1].round().to(torch.int64).expand(len(keys))
+    normalizers = log_dict["normalizers"]
+    if normalizers.numel() != len(keys):
+        raise ValueError(f"expected {len(keys)} normalizers for {len(keys)} keys, got {normalizers.numel()}")
+    return values, normalizers.to(torch.float64 if normalizers.is_floating_point() else torch.int64)
+
+
+def log_rollout_data(rollout_id: int, args: Namespace, rollout_data: RolloutBatch) -> dict[str, float]:
+    """Return (and log on the first rank) the means of the rollout's columns over all ranks.
+
+    Only the columns named above are metrics; whatever else travels with the rows is left alone. A collective over
+    DP x CP: every rank calls it with the same columns.
+
+    Args:
+        rollout_id: Number of the rollout.
+        args: Reads `qkv_format`.
+        rollout_data: The rank's rows.
+
+    Returns:
+        "rollout/<column>" to mean, on every rank.
+    """
+    state = get_parallel_state()
+    names, pairs = [], []
+    for key in (*ROW_METRICS, *TOKEN_METRICS):
+        if rollout_data.get(key) is None:
+            continue
+        column = rollout_data[key]
+        total = _sample_mean_sum(args, rollout_data, column) * state.cp.size if key in TOKEN_METRICS else sum(column)
+        names.append(key)
+        pairs.append(
+            torch.stack([torch.as_tensor(total, dtype=torch.float64).cpu(), torch.tensor(float(len(column)))])
+        )
+    totals = state.intra_dp_cp.all_reduce(torch.stack(pairs)).tolist()
+    metrics = {f"rollout/{name}": total / count for name, (total, count) in zip(names, totals, strict=True) if count}
+    if state.intra_dp_cp.rank == 0:
+        logger.debug("rollout %d: %s", rollout_id, metrics)
+    return metrics
+
+
+def _sample_mean_sum(args: Namespace, rollout_data: RolloutBatch, column: Sequence[torch.Tensor]) -> torch.Tensor:
+    reducer = get_sum_of_sample_mean(
+        rollout_data["total_lengths"],
+        rollout_data["response_lengths"],
+        rollout_data["loss_masks"],
+        qkv_format=args.qkv_format,
+        max_seq_lens=rollout_data.get("max_seq_lens"),
+    )
+    return reducer(concat(column).detach())
+
+
+def aggregate_forward_results(
+    forward_data_store: Sequence[dict[str, list[torch.Tensor]]],
+    data_iterator: DataIterator,
+    args: Namespace,
+    store_prefix: str = "",
+) -> dict[str, list[torch.Tensor]]:
+    """Put per-row results of forward-only micro-batches back into the rank's row order.
+
+    Args:
+        forward_data_store: For each micro-batch in schedule order, columns with one entry per row of it.
+        data_iterator: The iterator that the micro-batches came from.
+        args: Unused; the host's signature.
+        store_prefix: Put before each column's name ("ref_", say).
+    """
+    order = [row for rows in data_iterator.micro_batch_indices for row in rows]
+    keys = forward_data_store[0].keys() if forward_data_store else ()
+    results: dict[str, list[Any]] = {}
+    for key in keys:
+        rows: list[Any] = [None] * len(order)
+        for row, value in zip(order, (value for store in forward_data_store for value in store[key]), strict=True):
+            rows[row] = value
+        results[store_prefix + key] = rows
+    return results
+
+
+def log_train_step(
+    args: Namespace,
+    loss_dict: dict[str, float],
+    grad_norm: float,
+    rollout_id: int,
+    step_id: int,
+    num_steps_per_rollout: int,
+    role: str = "actor",
+    extra_metrics: dict[str, float] | None = None,
+) -> dict[str, float]:
+    """Return (and log on the first rank) one optimizer step's metrics under the host's names.
+
+    Args:
+        args: Unused; the host's signature.
+        loss_dict: From `aggregate_train_losses`.
+        grad_norm: Global L2 norm of the gradient before clipping.
+        rollout_id: Number of the rollout.
+        step_id: Number of the step in the rollout.
+        num_steps_per_rollout: Steps in each rollout.
+        role: "actor", or a name that goes before each key.
+        extra_metrics: More of the step (learning rate, ...).
+
+    Returns:
+        "train/<key>" to value, "train/grad_norm" and "train/step".
+    """
+    prefix = "train/" if role == "actor" else f"train/{role}-"
+    metrics = {
+        prefix + key: value for key, value in {**loss_dict, "grad_norm": grad_norm, **(extra_metrics or {})}.items()
+    }
+    metrics["train/step"] = rollout_id * num_steps_per_rollout + step_id
+    if get_parallel_state().intra_dp_cp.rank == 0:
+        logger.debug("step %d: %s", metrics["train/step"], metrics)
+    return metrics

@@ -1,0 +1,201 @@
+"""`loss_function`: run the configured loss on a micro-batch and scale it so that the step's gradient is exact.
+
+Every micro-batch's backward pass has to add (1 / Z) * its share of the numerator to the final gradient. Backends treat
+what they are given differently, and this is the one place that undoes it:
+
+- FSDP2 averages gradients over the data-parallel mesh and adds up micro-batches: multiply by the mesh's size.
+- Megatron-Core, not per-token, divides by `num_microbatches` and averages over DP x CP: multiply by both.
+- Megatron-Core, per-token, sums over everything and divides once by the token counts summed over DP x CP. Every
+  context-parallel rank reports whole-response counts, which makes that divisor cp_size * M: multiply by cp_size.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from miles.backends.training_utils.cp_utils import (
+    as_row_tensor,
+    get_local_response_loss_masks,
+    get_sum_of_sample_mean,
+)
+from miles.backends.training_utils.loss_aggregation import LossAggregation, Reducer, StepCounts, mask_sums
+from miles.backends.training_utils.loss_hub.advantages import compute_advantages, normalize_advantages
+from miles.backends.training_utils.loss_hub.losses import get_loss_function
+from miles.backends.training_utils.parallel import get_parallel_state
+from miles.utils.types import RolloutBatch
+
+LogDict = dict[str, Any]
+
+
+def get_active_token_count(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the number of active tokens of B rows, an int64 scalar; a fully masked row adds none."""
+    return mask_sums(loss_masks).sum()
+
+
+def get_token_counts_by_step(
+    loss_masks: Sequence[torch.Tensor], num_steps: int, step_row_counts: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Return this rank's active tokens in each optimizer step, `[num_steps]` int64; sum it over the DP ranks for M.
+
+    Args:
+        loss_masks: Masks of all of the rank's rows in step order.
+        num_steps: Optimizer steps that the rows make up.
+        step_row_counts: Rows of each step; equal parts if None.
+
+    Raises:
+        ValueError: the rows do not make up the steps.
+    """
+    if step_row_counts is None:
+        if num_steps < 1 or len(loss_masks) % num_steps:
+            raise ValueError(f"{len(loss_masks)} rows do not divide into {num_steps} optimizer steps of equal size")
+        step_row_counts = [len(loss_masks) // num_steps] * num_steps
+    if len(step_row_counts) != num_steps or sum(step_row_counts) != len(loss_masks):
+        raise ValueError(
+            f"step_row_counts {list(step_row_counts)} do not cut {len(loss_masks)} rows in {num_steps} steps"
+        )
+    return torch.stack([part.sum() for part in mask_sums(loss_masks).split(list(step_row_counts))])
+
+
+def scale_data_parallel_token_mean_loss(
+    loss: torch.Tensor, *, global_num_tokens: int | torch.Tensor, data_parallel_size: int
+) -> torch.Tensor:
+    """Return loss * data_parallel_size / M, for a backend that averages gradients over data-parallel ranks.
+
+    Args:
+        loss: This micro-batch's sum over active tokens.
+        global_num_tokens: M, the active tokens of the whole optimizer step over all ranks.
+        data_parallel_size: Ranks over which the backend averages.
+
+    Raises:
+        ValueError: M is not positive.
+    """
+    if global_num_tokens < 1:
+        raise ValueError(
+            f"token_mean needs at least one active token in the optimizer step, got {int(global_num_tokens)}"
+        )
+    return loss * data_parallel_size / global_num_tokens
+
+
+def loss_function(
+    args: Namespace,
+    batch: RolloutBatch,
+    num_microbatches: int,
+    logits: torch.Tensor,
+    apply_megatron_loss_scaling: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, LogDict]:
+    """Compute a micro-batch's loss, scaled for the backend, its normalizer and its metrics.
+
+    Args:
+        args: Reads `loss_type`, the aggregation mode, `qkv_format`, `global_batch_size` and what the loss reads.
+        batch: Micro-batch; "step_counts" (StepCounts) gives N and M of the step. Without it N is
+            `args.global_batch_size` and, under `token_mean`, the caller divides by M.
+        num_microbatches: Micro-batches of this rank in the step.
+        logits: Model output.
+        apply_megatron_loss_scaling: Scale for Megatron-Core instead of FSDP2.
+
+    Returns:
+        `(scaled_loss, normalizer, log_dict)`: a scalar to call backward on; int64 scalar, the micro-batch's active
+        tokens under per-token loss, else 1; and `{"keys", "values"}` with the number of samples first, or, where a key
+        is not normalized by it, `{"keys", "values", "normalizers"}` with an int64 count for each key. Values are local
+        sums, detached, float32; `aggregate_train_losses` adds and divides them.
+
+    Raises:
+        ValueError: a column is missing, or the mode does not exist.
+    """
+    per_token = LossAggregation.of(args) is LossAggregation.TOKEN_MEAN
+    reducer = _default_reducer(args, batch, per_token=per_token and args.loss_type != "policy_loss")
+    loss, metrics = get_loss_function(args)(args, batch, logits, reducer)
+    # An empty micro-batch still has to reach every parameter, or the other ranks wait for its gradients. A sum over no
+    # elements is 0 with a zero gradient, whatever the logits hold.
+    loss = loss + logits.reshape(-1)[:0].sum()
+    num_tokens = get_active_token_count(batch["loss_masks"]).to(logits.device)
+    normalizer = num_tokens if per_token else torch.ones_like(num_tokens)
+    scaled = _scale(args, batch, loss, num_microbatches, per_token=per_token, megatron=apply_megatron_loss_scaling)
+    plain_is_token = per_token and args.loss_type != "policy_loss"
+    return scaled, normalizer, _log_dict(metrics, _num_samples(batch), num_tokens, plain_is_token=plain_is_token)
+
+
+def _default_reducer(args: Namespace, batch: RolloutBatch, *, per_token: bool) -> Reducer:
+    """Build the reducer that a loss gets: the token sum, or the sample mean (of rollouts of several rows)."""
+    return get_sum_of_sample_mean(
+        batch["total_lengths"],
+        batch["response_lengths"],
+        batch["loss_masks"],
+        per_token,
+        args.qkv_format,
+        batch.get("max_seq_lens"),
+        sample_denoms=None if per_token else batch.get("rollout_mask_sums"),
+    )
+
+
+def _scale(
+    args: Namespace, batch: RolloutBatch, loss: torch.Tensor, num_microbatches: int, *, per_token: bool, megatron: bool
+) -> torch.Tensor:
+    """Apply the backend's factor of the module docstring."""
+    state = get_parallel_state()
+    counts: StepCounts | None = batch.get("step_counts")
+    if per_token and megatron:
+        return loss * state.cp.size
+    if per_token:
+        if counts is None:
+            return loss
+        return scale_data_parallel_token_mean_loss(
+            loss, global_num_tokens=counts.num_tokens, data_parallel_size=state.intra_dp.size
+        )
+    num_samples = args.global_batch_size if counts is None else counts.num_samples
+    factor = num_microbatches * state.intra_dp_cp.size if megatron else state.intra_dp.size
+    return loss * factor / num_samples
+
+
+def _num_samples(batch: RolloutBatch) -> int | torch.Tensor:
+    """Return the samples that start in this micro-batch: its rows, or the rollouts whose first row it holds."""
+    rollout_counts = batch.get("rollout_counts")
+    return len(batch["response_lengths"]) if rollout_counts is None else torch.as_tensor(rollout_counts).sum()
+
+
+def _log_dict(
+    metrics: Mapping[str, torch.Tensor],
+    num_samples: int | torch.Tensor,
+    num_tokens: torch.Tensor,
+    *,
+    plain_is_token: bool,
+) -> LogDict:
+    """Pack metric sums with the counts that normalize them; `plain_is_token` says it of plain dicts."""
+    device = num_tokens.device
+    by_token = getattr(metrics, "token_normalized", frozenset(metrics) if plain_is_token else frozenset())
+    sums = [torch.as_tensor(value, dtype=torch.float32, device=device).detach() for value in metrics.values()]
+    samples = torch.as_tensor(num_samples, dtype=torch.int64, device=device)
+    if not by_token:
+        return {"keys": list(metrics), "values": torch.stack([samples.float(), *sums])}
+    normalizers = torch.stack([num_tokens if key in by_token else samples for key in metrics])
+    return {"keys": list(metrics), "values": torch.stack(sums), "normalizers": normalizers}
+
+
+def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) -> None:
+    """Add "advantages" and "returns" to the rank's rows, in place.
+
+    Args:
+        args: Reads `advantage_estimator`, `normalize_advantages`, `qkv_format`.
+        rollout_data: "rewards", "loss_masks", "total_lengths", "response_lengths" of B rows. The new columns hold B
+            rows `[T_i]` float32, T_i being the response tokens on this rank.
+
+    Raises:
+        ValueError: unknown estimator.
+    """
+    masks = get_local_response_loss_masks(
+        rollout_data["total_lengths"],
+        rollout_data["response_lengths"],
+        rollout_data["loss_masks"],
+        args.qkv_format,
+        rollout_data.get("max_seq_lens"),
+    )
+    rewards = as_row_tensor(rollout_data["rewards"], like=masks).float()
+    advantages = compute_advantages(args.advantage_estimator, rewards, masks)
+    if args.normalize_advantages:
+        advantages = normalize_advantages(advantages, masks)
+    rollout_data["advantages"] = advantages
+    rollout_data["returns"] = advantages

@@ -1,0 +1,196 @@
+"""How per-token losses of one optimizer step become one scalar, exactly, however the step is cut.
+
+Every mode is the same expression and only chooses two kinds of numbers, a divisor for each sample and one for the
+step:
+
+    value = (1 / Z) * sum_i (1 / d_i) * sum_t m_it * x_it
+
+| mode        | per-sample divisor d_i | step normalizer Z | source                                              |
+|-------------|------------------------|-------------------|-----------------------------------------------------|
+| sample_mean | max(m_i, 1)            | N                 | GRPO, arXiv 2402.03300                              |
+| prompt_mean | max(M_g, 1) * P / N    | N                 | DAPO's equation, arXiv 2503.14476; ScaleRL, 2510.13786 |
+| token_mean  | 1                      | M                 | DAPO's code; Megatron-Core's per-token loss         |
+| constant    | L                      | N                 | Dr.GRPO, arXiv 2503.20783                           |
+
+The sum over i is a sum over rows, so any cut into micro-batches and ranks adds up to it, provided that d_i and Z come
+from the whole step. Hence reducers here return the local sum with d_i inside, and Z is applied once, by the caller.
+
+Shapes: N samples, P prompt groups and M active tokens in the step; B rows in this micro-batch; row i has T_i response
+tokens on this rank, T = sum_i T_i; m_it in {0, 1} is the loss mask, m_i = sum_t m_it over the whole response, M_g the
+sum of m_i over the prompt group g of sample i, L the constant divisor.
+
+This file needs torch and the standard library only, and knows nothing of ranks: copy it into any trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+Reducer = Callable[[torch.Tensor], torch.Tensor]
+"""Maps per-token values `[T]` to a scalar: this micro-batch's and this rank's share of a sum over the step."""
+
+
+class LossAggregation(str, Enum):
+    """The modes of `--loss-aggregation`."""
+
+    SAMPLE_MEAN = "sample_mean"
+    PROMPT_MEAN = "prompt_mean"
+    TOKEN_MEAN = "token_mean"
+    CONSTANT = "constant"
+
+    @classmethod
+    def of(cls, args: Any) -> LossAggregation:
+        """Return the mode that a namespace asks for.
+
+        A namespace without `loss_aggregation` is a legacy one, where `calculate_per_token_loss` chooses between
+        `token_mean` and `sample_mean`.
+
+        Raises:
+            ValueError: the namespace names a mode that does not exist.
+        """
+        name = getattr(args, "loss_aggregation", None)
+        if name is None:
+            return cls.TOKEN_MEAN if getattr(args, "calculate_per_token_loss", False) else cls.SAMPLE_MEAN
+        try:
+            return cls(name)
+        except ValueError:
+            modes = ", ".join(mode.value for mode in cls)
+            raise ValueError(f"Unknown --loss-aggregation mode {name!r}; choose one of {modes}") from None
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Totals of one optimizer step over all of its micro-batches and data-parallel ranks, as exact integers.
+
+    Attributes:
+        num_samples: N. Rollouts, which are the rows unless one rollout is stored as several; fully masked ones count.
+        num_prompts: P. Prompt groups; a group whose every token is masked counts. 0 where the step has no groups.
+        num_tokens: M. Active response tokens; a fully masked sample adds none.
+    """
+
+    num_samples: int
+    num_prompts: int
+    num_tokens: int
+
+    def normalizer(self, mode: LossAggregation) -> int:
+        """Return Z of the mode.
+
+        Raises:
+            ValueError: `token_mean` of a step without an active token, which has no mean.
+        """
+        if mode is not LossAggregation.TOKEN_MEAN:
+            return self.num_samples
+        if self.num_tokens < 1:
+            raise ValueError(
+                f"token_mean needs at least one active token in the optimizer step, got {self.num_tokens}"
+            )
+        return self.num_tokens
+
+
+class MetricDict(dict[str, torch.Tensor]):
+    """Scalar metrics of a micro-batch, each a local sum, with the step total that it has to be divided by.
+
+    It is a plain mapping of name to 0-d tensor for whoever only reads the sums; `token_normalized` names the keys that
+    are sums over tokens (divide by M). All other keys are sums over samples (divide by N).
+    """
+
+    def __init__(
+        self, per_sample: dict[str, torch.Tensor], per_token: dict[str, torch.Tensor], *, order: Sequence[str] = ()
+    ) -> None:
+        merged = {**per_sample, **per_token}
+        super().__init__({key: merged[key] for key in [*order, *(key for key in merged if key not in order)]})
+        self.token_normalized = frozenset(per_token)
+
+
+def concat(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Concatenate 1-D rows; no rows give an empty tensor, which is what a rank without rows has."""
+    rows = list(rows)
+    return torch.cat(rows) if rows else torch.empty(0)
+
+
+def mask_sums(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return m_i, the number of active tokens of each row.
+
+    Args:
+        loss_masks: B masks, row i `[T_i]`, any dtype, values 0 and 1.
+
+    Returns:
+        `[B]` int64, exact at any length, on the masks' device.
+    """
+    running = torch.nn.functional.pad(concat(loss_masks).to(torch.int64).cumsum(0), (1, 0))
+    lengths = torch.tensor([mask.numel() for mask in loss_masks], dtype=torch.int64, device=running.device)
+    ends = lengths.cumsum(0)
+    return running[ends] - running[ends - lengths]
+
+
+def prompt_denominators(prompt_mask_sums: torch.Tensor, *, prompts_per_sample: float) -> torch.Tensor:
+    """Return d_i of `prompt_mean`: max(M_g, 1) * P / N.
+
+    The sum over samples divided by N then equals (1/P) sum_g (sum of the group's tokens) / max(M_g, 1): the token mean
+    inside a group, then the mean over groups.
+
+    Args:
+        prompt_mask_sums: `[B]` M_g on each row of group g, counted over the whole step.
+        prompts_per_sample: P / N of the step; 1 / n with complete groups of n samples.
+
+    Returns:
+        `[B]` float64.
+
+    Raises:
+        ValueError: `prompts_per_sample` is not a positive finite number.
+    """
+    if not (math.isfinite(prompts_per_sample) and prompts_per_sample > 0):
+        raise ValueError(f"prompts_per_sample must be positive and finite, got {prompts_per_sample!r}")
+    return prompt_mask_sums.clamp_min(1).to(torch.float64) * prompts_per_sample
+
+
+def make_reducer(loss_masks: Sequence[torch.Tensor], *, denominators: torch.Tensor | float) -> Reducer:
+    """Build the local sum of the law: x -> sum_i (1 / d_i) sum_t m_it x_it.
+
+    A value at a masked position, NaN and infinity included, reaches neither the sum nor the gradient. Sums run in
+    float64, so the result is the exact one rounded once to float32 (or to the values' own dtype if that is wider).
+
+    Args:
+        loss_masks: B masks of this rank's tokens, row i `[T_i]`, any dtype, values 0 and 1.
+        denominators: d_i, `[B]` or one number for all rows. Zero stands for a row without active tokens and acts as 1.
+
+    Returns:
+        A reducer of `[T]` values of any float dtype to a scalar. Its results must still be summed over micro-batches
+        and ranks, and divided by Z. It raises ValueError where the values do not have T elements.
+    """
+    mask = concat(loss_masks)
+    active = mask != 0
+    weights = mask.to(torch.float64) / _per_token(denominators, loss_masks)
+
+    def reduce(values: torch.Tensor) -> torch.Tensor:
+        if values.shape != active.shape:
+            raise ValueError(
+                f"a reducer over {active.numel()} response tokens of {len(loss_masks)} rows needs values of shape "
+                f"{tuple(active.shape)}, got {tuple(values.shape)}"
+            )
+        kept = torch.where(active.to(values.device), values, values.new_zeros(()))
+        total = torch.dot(kept.to(torch.float64), weights.to(values.device))
+        return total.to(torch.promote_types(values.dtype, torch.float32))
+
+    return reduce
+
+
+def _per_token(denominators: torch.Tensor | float, loss_masks: Sequence[torch.Tensor]) -> torch.Tensor | float:
+    """Spread `[B]` denominators over the tokens of their rows, with 1 in place of 0."""
+    if not isinstance(denominators, torch.Tensor):
+        return denominators
+    if denominators.shape != (len(loss_masks),):
+        raise ValueError(
+            f"expected one denominator for each of {len(loss_masks)} rows, got {tuple(denominators.shape)}"
+        )
+    lengths = [mask.numel() for mask in loss_masks]
+    safe = torch.where(denominators == 0, 1, denominators).to(torch.float64)
+    repeats = torch.tensor(lengths, dtype=torch.int64, device=safe.device)
+    # Without output_size, repeat_interleave would wait for the device to learn it.
+    return torch.repeat_interleave(safe, repeats, output_size=sum(lengths))

@@ -1,0 +1,1 @@
+"""Losses, advantages and corrections that the dispatcher and the trainer choose from."""

@@ -1,0 +1,116 @@
+"""Which reducer the policy-gradient term gets: a plug-in's, or the aggregation mode's."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from miles.backends.training_utils.cp_utils import as_row_tensor, get_sum_of_sample_mean
+from miles.backends.training_utils.loss_aggregation import LossAggregation, Reducer, prompt_denominators
+from miles.utils.errors import UserError
+from miles.utils.misc import load_function
+from miles.utils.types import RolloutBatch
+
+
+def get_pg_loss_reducer(
+    args: Namespace,
+    batch: RolloutBatch,
+    *,
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    pg_loss_masks: Sequence[torch.Tensor],
+    max_seq_lens: Sequence[int] | None,
+    default_reducer: Reducer,
+) -> Reducer:
+    """Choose the reducer of the policy-gradient term.
+
+    A custom reducer (`args.custom_pg_loss_reducer_function_path`) comes before every mode. Then `sample_mean` is
+    `default_reducer` itself, and the other modes build theirs over `pg_loss_masks` with their own divisors.
+
+    Args:
+        args: Reads the mode, `loss_aggregation_divisor`, `qkv_format` and, for a micro-batch that does not know its
+            step, `n_samples_per_prompt`.
+        batch: Micro-batch; `prompt_mean` reads "prompt_mask_sums" (`[B]` M_g) and "step_counts".
+        total_lengths: B lengths of prompt and response.
+        response_lengths: B lengths of the response.
+        pg_loss_masks: B whole-response masks of the tokens that the term sums over.
+        max_seq_lens: B padded lengths, for "bshd".
+        default_reducer: The sample-mean reducer.
+
+    Returns:
+        A reducer of `[T]` to a scalar, to be divided by the step's normalizer.
+
+    Raises:
+        ValueError: `prompt_mean` without `batch["prompt_mask_sums"]`, `constant` without a divisor, an unknown
+            mode.
+    """
+    if getattr(args, "custom_pg_loss_reducer_function_path", None) is not None:
+        return load_pg_loss_reducer(args, total_lengths, response_lengths, pg_loss_masks)
+    mode = LossAggregation.of(args)
+    if mode is LossAggregation.SAMPLE_MEAN:
+        return default_reducer
+    choice: dict[str, Any] = {}
+    if mode is LossAggregation.TOKEN_MEAN:
+        choice["calculate_per_token_loss"] = True
+    elif mode is LossAggregation.CONSTANT:
+        choice["constant_divisor"] = args.loss_aggregation_divisor
+        if choice["constant_divisor"] is None:
+            raise ValueError("constant aggregation needs --loss-aggregation-divisor, and the namespace has None")
+    elif batch.get("prompt_mask_sums") is None:
+        raise ValueError(
+            "prompt_mean needs batch['prompt_mask_sums'], the active tokens of each row's whole prompt group; "
+            "conversion writes that column under --loss-aggregation prompt_mean"
+        )
+    else:
+        choice["sample_denoms"] = prompt_denominators(
+            as_row_tensor(batch["prompt_mask_sums"], like=pg_loss_masks),
+            prompts_per_sample=_prompts_per_sample(args, batch),
+        )
+    return get_sum_of_sample_mean(
+        total_lengths, response_lengths, pg_loss_masks, qkv_format=args.qkv_format, max_seq_lens=max_seq_lens, **choice
+    )
+
+
+def _prompts_per_sample(args: Namespace, batch: RolloutBatch) -> float:
+    """Return P / N: the step's own, or 1 / n for a micro-batch that does not know its step (complete groups)."""
+    counts = batch.get("step_counts")
+    return counts.num_prompts / counts.num_samples if counts is not None else 1 / args.n_samples_per_prompt
+
+
+def load_pg_loss_reducer(
+    args: Namespace,
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[torch.Tensor],
+) -> Reducer:
+    """Build the reducer of a custom factory and hold it to its contract.
+
+    Args:
+        args: Reads `custom_pg_loss_reducer_function_path` and `calculate_per_token_loss`.
+        total_lengths: Passed on, first positional argument of the factory.
+        response_lengths: Passed on, second.
+        loss_masks: Passed on, third; `args.calculate_per_token_loss` is the fourth.
+
+    Returns:
+        The factory's reducer, which raises UserError where the result is not a scalar tensor.
+
+    Raises:
+        UserError: the path does not import, or the factory returned something that cannot be called.
+    """
+    path = args.custom_pg_loss_reducer_function_path
+    per_token = getattr(args, "calculate_per_token_loss", False)
+    reducer = load_function(path)(total_lengths, response_lengths, loss_masks, per_token)
+    if not callable(reducer):
+        raise UserError(f"{path} must return a callable of per-token values, got {type(reducer).__name__}")
+
+    def reduce(values: torch.Tensor) -> torch.Tensor:
+        result = reducer(values)
+        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+            shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+            raise UserError(f"the reducer of {path} must return a scalar tensor, got {shape}")
+        return result.reshape(())
+
+    return reduce

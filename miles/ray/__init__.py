@@ -1,0 +1,1 @@
+"""Paths of the host trainer; nothing here needs Ray."""

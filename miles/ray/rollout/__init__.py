@@ -1,0 +1,1 @@
+"""From rollout samples to the shards that data-parallel ranks train on."""

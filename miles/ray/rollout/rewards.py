@@ -1,0 +1,75 @@
+"""Raw rewards -> the rewards that advantages are made of: centred, and perhaps scaled, inside each prompt group."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from miles.ray.rollout.row_ids import name_of, rollout_ids_of
+from miles.utils.errors import UserError
+from miles.utils.types import Sample
+
+RewardPostProcess = Callable[[Namespace, Sequence[Sample]], tuple[list[float], list[float]]]
+
+
+def post_process_rewards(
+    args: Namespace,
+    samples: Sequence[Sample],
+    custom_reward_post_process_func: RewardPostProcess | None,
+) -> tuple[list[float], list[float]]:
+    """Return raw rewards and the rewards that advantages are made of."""
+    if custom_reward_post_process_func is not None:
+        return custom_reward_post_process_func(args, samples)
+    raw_rewards = [_checked_reward(args, sample, position) for position, sample in enumerate(samples)]
+    if not args.rewards_normalization or getattr(args, "loss_type", "policy_loss") == "sft_loss":
+        return raw_rewards, raw_rewards
+    return raw_rewards, _normalize_by_group(args, samples, raw_rewards)
+
+
+def _checked_reward(args: Namespace, sample: Sample, position: int) -> float:
+    try:
+        reward = sample.get_reward_value(args)
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{name_of(sample, position)} has no reward {args.reward_key!r} in {sample.reward!r}"
+        ) from error
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise UserError(
+            f"{name_of(sample, position)} has reward {reward!r}; a reward must be a finite number "
+            "(choose one of several named rewards with --reward-key)"
+        )
+    return float(reward)
+
+
+def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards: Sequence[float]) -> list[float]:
+    """Subtract each prompt group's mean over rollouts and, for GRPO and GSPO, divide by its standard deviation.
+
+    Rows of one rollout share its reward and count once. Samples without a `group_index` are grouped by their place,
+    `n_samples_per_prompt` at a time, as in the host's legacy batches.
+    """
+    by_place = any(sample.group_index is None for sample in samples)
+    groups: dict[int, dict[Hashable, list[int]]] = {}
+    for row, (sample, rollout) in enumerate(zip(samples, rollout_ids_of(samples), strict=True)):
+        group = row // args.n_samples_per_prompt if by_place else sample.group_index
+        groups.setdefault(group, {}).setdefault(rollout, []).append(row)
+    use_std = args.advantage_estimator in ("grpo", "gspo") and args.grpo_std_normalization
+    normalized = [0.0] * len(samples)
+    for rollouts in groups.values():
+        rewards = torch.tensor([_shared_reward(raw_rewards, rows) for rows in rollouts.values()], dtype=torch.float64)
+        centred = rewards - rewards.mean()
+        if use_std and len(rewards) > 1:
+            centred = centred / (rewards.std() + 1e-6)
+        for rows, value in zip(rollouts.values(), centred.tolist(), strict=True):
+            for row in rows:
+                normalized[row] = value
+    return normalized
+
+
+def _shared_reward(raw_rewards: Sequence[float], rows: Sequence[int]) -> float:
+    rewards = {raw_rewards[row] for row in rows}
+    if len(rewards) > 1:
+        raise UserError(f"rows {list(rows)} belong to one rollout and must share one reward, got {sorted(rewards)}")
+    return rewards.pop()

@@ -1,0 +1,98 @@
+"""The training command: arguments in, exit status out.
+
+    0    trained
+    1    stopped by an error of this package, or because training diverged
+    2    stopped by something a person has to mend: one line says what
+    130  stopped by Ctrl-C
+
+Importing this module, and `--help`, need no torch.
+"""
+
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from types import FrameType
+
+from miles.utils.arguments import parse_args
+from miles.utils.errors import UserError
+from miles.utils.tracking import console_logging
+
+EXIT_DIVERGED = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+SECONDS_TO_TELL = 1.0
+
+
+class Interrupt:
+    """Ctrl-C as one KeyboardInterrupt: further ones, and those that come late, must not cut the closing summary.
+
+    A launcher passes a Ctrl-C on to processes that the terminal has already told.
+
+    Attributes:
+        is_seen: Whether a person pressed Ctrl-C.
+        is_closing: Whether the run has begun to tidy up; from then on nothing is raised.
+    """
+
+    def __init__(self) -> None:
+        self.is_seen = False
+        self.is_closing = False
+
+    def __enter__(self) -> "Interrupt":
+        self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def start_closing(self) -> None:
+        """Raise nothing from here on."""
+        self.is_closing = True
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        is_first, self.is_seen = not self.is_seen, True
+        if is_first and not self.is_closing:
+            raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the command line says and return the exit status (see the module's head).
+
+    Args:
+        argv: Arguments without the program's name; None takes the process's.
+    """
+    with Interrupt() as interrupt, console_logging(is_main=os.environ.get("RANK", "0") == "0"):
+        try:
+            args = parse_args(argv)
+            return _train(args, interrupt)
+        except BaseException as error:
+            if interrupt.is_seen:
+                return EXIT_INTERRUPTED
+            if not isinstance(error, UserError):
+                raise
+            _print_error(error)
+            return EXIT_USER_ERROR
+
+
+def _train(args: Namespace, interrupt: Interrupt) -> int:
+    # Here, not at the top: both need torch.
+    from miles.training_loop import train
+    from miles.utils.finite_checks import NonFiniteError
+
+    try:
+        train(args, on_closing=interrupt.start_closing)
+    except NonFiniteError as error:
+        _print_error(error)
+        return EXIT_DIVERGED
+    return EXIT_INTERRUPTED if interrupt.is_seen else 0
+
+
+def _print_error(error: Exception) -> None:
+    # All processes stop with the same message; one of each machine tells it. A launcher ends all of them when the
+    # first is gone, so the others wait until it has been told.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SECONDS_TO_TELL)

@@ -1,0 +1,1 @@
+"""Argument parsing, records and helpers without a room of their own."""

@@ -1,0 +1,35 @@
+"""Every option of the command line, in titled groups that follow each other as the manual reads."""
+
+from miles.utils.argument_groups.common import PLUGIN_PATH, ManualHelpFormatter, reset_arg
+from miles.utils.argument_groups.data import (
+    RM_TYPES,
+    add_batch_arguments,
+    add_data_arguments,
+    add_debug_arguments,
+    add_rollout_arguments,
+)
+from miles.utils.argument_groups.loss import (
+    LOSS_AGGREGATIONS,
+    add_advantage_arguments,
+    add_loss_aggregation_arguments,
+    add_loss_arguments,
+    add_off_policy_arguments,
+)
+from miles.utils.argument_groups.model import add_model_arguments, add_optimizer_arguments, add_run_arguments
+
+ADD_GROUP_FUNCTIONS = (
+    add_loss_aggregation_arguments,
+    add_loss_arguments,
+    add_advantage_arguments,
+    add_off_policy_arguments,
+    add_rollout_arguments,
+    add_data_arguments,
+    add_batch_arguments,
+    add_model_arguments,
+    add_optimizer_arguments,
+    add_run_arguments,
+    add_debug_arguments,
+)
+"""In the order of `--help`."""
+
+__all__ = ["ADD_GROUP_FUNCTIONS", "LOSS_AGGREGATIONS", "PLUGIN_PATH", "RM_TYPES", "ManualHelpFormatter", "reset_arg"]

@@ -1,0 +1,92 @@
+"""Warnings about options that were set but change nothing in this run."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        ("micro_batch_size",),
+        lambda args: args.use_dynamic_batch_size,
+        "--use-dynamic-batch-size packs micro-batches by --max-tokens-per-gpu",
+    ),
+    (("max_tokens_per_gpu",), lambda args: not args.use_dynamic_batch_size, "--use-dynamic-batch-size is not set"),
+    (
+        ("kl_loss_coef", "kl_loss_type", "use_unbiased_kl", "ref_load"),
+        lambda args: not args.use_kl_loss,
+        "--use-kl-loss is not set",
+    ),
+    (
+        ("tis_clip", "tis_clip_low", "custom_tis_function_path"),
+        lambda args: not (args.use_tis or args.get_mismatch_metrics),
+        "neither --use-tis nor --get-mismatch-metrics is set",
+    ),
+    (
+        # Not under token_mean: the custom reducer's sum is then divided by the step's tokens.
+        ("loss_aggregation", "loss_aggregation_divisor"),
+        lambda args: args.custom_pg_loss_reducer_function_path
+        and args.loss_aggregation in ("prompt_mean", "constant"),
+        "--custom-pg-loss-reducer-function-path takes precedence for the policy loss",
+    ),
+    (
+        (
+            *("eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "use_kl_loss", "use_tis"),
+            *("get_mismatch_metrics", "advantage_estimator", "custom_pg_loss_reducer_function_path"),
+            *("rm_type", "custom_rm_path"),
+        ),
+        lambda args: args.loss_type == "sft_loss",
+        "--loss-type sft_loss has neither policy-gradient term nor reward",
+    ),
+    (("value_clip",), lambda args: args.loss_type != "custom_loss", "train.py trains no critic"),
+    (("min_lr",), lambda args: args.lr_decay_style == "constant", "--lr-decay-style is constant"),
+    (
+        ("grpo_std_normalization",),
+        lambda args: args.advantage_estimator == "reinforce_plus_plus_baseline",
+        "reinforce_plus_plus_baseline never divides by the group's standard deviation",
+    ),
+    (
+        ("grpo_std_normalization",),
+        lambda args: not args.rewards_normalization,
+        "--disable-rewards-normalization leaves rewards as they are",
+    ),
+    (("rm_type",), lambda args: args.custom_rm_path is not None, "--custom-rm-path takes precedence"),
+    (("input_key", "label_key"), lambda args: args.prompt_data is None, "--prompt-data is not set"),
+    (
+        ("prompt_data", "rollout_function_path", "rollout_shuffle", "rm_type", "custom_rm_path"),
+        lambda args: args.load_debug_rollout_data is not None,
+        "--load-debug-rollout-data brings samples with their rewards",
+    ),
+    (("prompt_groups",), lambda args: args.loss_aggregation != "prompt_mean", "only prompt_mean looks at groups"),
+    (
+        ("rewards_normalization", "grpo_std_normalization"),
+        lambda args: args.custom_reward_post_process_path is not None,
+        "--custom-reward-post-process-path replaces the built-in normalisation",
+    ),
+    (
+        ("custom_reward_post_process_path",),
+        lambda args: args.custom_convert_samples_to_train_data_path is not None,
+        "--custom-convert-samples-to-train-data-path replaces conversion, rewards included",
+    ),
+)
+"""Options, when they change nothing, and why."""
+
+
+def warn_about_options_without_effect(args: Any, defaults: Mapping[str, Any]) -> None:
+    """Log a warning for each option that differs from its default and has no effect.
+
+    Args:
+        args: Namespace as given, before derived values are filled in (those would look as if a person had set them).
+        defaults: Default of each option.
+    """
+    for names, is_without_effect, reason in _WITHOUT_EFFECT:
+        given = [name for name in names if getattr(args, name) != defaults[name]]
+        if given and is_without_effect(args):
+            logger.warning("%s: no effect, since %s", ", ".join(given), reason)
+    is_built_in = args.rewards_normalization and args.custom_reward_post_process_path is None
+    if args.n_samples_per_prompt == 1 and is_built_in and args.loss_type != "sft_loss":
+        logger.warning(
+            "n_samples_per_prompt is 1: a reward minus its group's mean is 0, so nothing is learned; "
+            "raise it, or set --disable-rewards-normalization"
+        )

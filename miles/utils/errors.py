@@ -1,0 +1,9 @@
+"""The exception for what a person did, as opposed to what this package got wrong."""
+
+
+class UserError(ValueError):
+    """Input that a person has to mend: an argument, a file, a plug-in's return value.
+
+    The command line prints the message and exits with status 2, without a traceback. A message says what is wrong,
+    what is allowed, what came, and how to mend it.
+    """

@@ -1,0 +1,122 @@
+"""Resolution and rules of `--loss-aggregation` and the options that depend on it."""
+
+import difflib
+import math
+import numbers
+from typing import Any
+
+from miles.utils.argument_groups import LOSS_AGGREGATIONS
+from miles.utils.errors import UserError
+
+
+def resolve_loss_aggregation_args(args: Any) -> None:
+    """Make the two spellings of the token mean agree, in place.
+
+    `--calculate-per-token-loss` promotes `sample_mean` to `token_mean`; `token_mean` sets the flag, so that code which
+    knows the legacy spelling alone sees the choice. Values of a wrong type stay as they are, for validation to name.
+
+    Args:
+        args: A namespace; missing attributes get the legacy choice, so that one from a host's older parser will do.
+    """
+    per_token = getattr(args, "calculate_per_token_loss", False)
+    mode = getattr(args, "loss_aggregation", "sample_mean")
+    if mode == "sample_mean" and per_token is True:
+        mode = "token_mean"
+    if mode == "token_mean" and per_token is False:
+        per_token = True
+    args.loss_aggregation, args.calculate_per_token_loss = mode, per_token
+    args.loss_aggregation_divisor = getattr(args, "loss_aggregation_divisor", None)
+
+
+def validate_loss_aggregation_args(args: Any) -> None:
+    """Check the resolved choice against everything that depends on it; changes nothing.
+
+    Args:
+        args: A namespace that went through `resolve_loss_aggregation_args`. Other attributes may be missing; rules
+            about them are then skipped.
+
+    Raises:
+        UserError: the rule that is broken, with what is allowed, what came and how to mend it.
+    """
+    mode, per_token = args.loss_aggregation, args.calculate_per_token_loss
+    check_loss_aggregation_mode(mode)
+    if not isinstance(per_token, bool):
+        raise UserError(f"calculate_per_token_loss must be a boolean; got {per_token!r} ({type(per_token).__name__})")
+    if per_token and mode != "token_mean":
+        raise UserError(
+            f"--loss-aggregation {mode} is incompatible with --calculate-per-token-loss, which is the legacy spelling "
+            "of token_mean; leave one of the two out"
+        )
+    _check_divisor(mode, args.loss_aggregation_divisor)
+    _check_loss_type(mode, args)
+    _check_prompt_groups(mode, args)
+
+
+def check_loss_aggregation_mode(mode: Any) -> None:
+    """Check that `mode` names a loss aggregation.
+
+    Raises:
+        UserError: it is no string, or an unknown one; the closest mode is suggested.
+    """
+    if not isinstance(mode, str):
+        raise UserError(
+            f"loss_aggregation must be a string, one of {', '.join(LOSS_AGGREGATIONS)}; "
+            f"got {mode!r} ({type(mode).__name__})"
+        )
+    if mode not in LOSS_AGGREGATIONS:
+        close = difflib.get_close_matches(mode.lower().replace("-", "_"), LOSS_AGGREGATIONS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"Unknown --loss-aggregation mode {mode!r}; allowed: {', '.join(LOSS_AGGREGATIONS)}{hint}")
+
+
+def _check_divisor(mode: str, divisor: Any) -> None:
+    """Check that `constant`, and only `constant`, has a positive finite divisor."""
+    if mode != "constant":
+        if divisor is not None:
+            raise UserError(
+                f"--loss-aggregation-divisor belongs to --loss-aggregation constant; got {divisor!r} with {mode}. "
+                "Leave it out, or choose constant"
+            )
+        return
+    is_number = isinstance(divisor, numbers.Real) and not isinstance(divisor, bool)
+    if not is_number or not 0 < divisor < math.inf:
+        got = "none" if divisor is None else f"{divisor!r} ({type(divisor).__name__})"
+        raise UserError(
+            "--loss-aggregation constant needs --loss-aggregation-divisor, a positive finite number of tokens "
+            f"(such as the longest response allowed); got {got}"
+        )
+
+
+def _check_loss_type(mode: str, args: Any) -> None:
+    """Check that the loss can be aggregated this way, with its auxiliary terms."""
+    loss_type = getattr(args, "loss_type", "policy_loss")
+    if loss_type == "sft_loss" and mode in ("prompt_mean", "constant"):
+        raise UserError(
+            f"--loss-type sft_loss takes --loss-aggregation sample_mean or token_mean only; got {mode}. It has no "
+            "prompt groups to average in, and a constant divisor is a correction of policy gradients"
+        )
+    if loss_type != "policy_loss" or mode != "token_mean":
+        return
+    coefficients = {"--entropy-coef": getattr(args, "entropy_coef", 0.0)}
+    if getattr(args, "use_kl_loss", False):
+        coefficients["--kl-loss-coef"] = getattr(args, "kl_loss_coef", 0.0)
+    given = [f"{option} {value}" for option, value in coefficients.items() if value]
+    if given:
+        raise UserError(
+            "--loss-aggregation token_mean cannot be combined with a nonzero entropy or KL-loss coefficient: "
+            "auxiliary policy-loss terms are sample-normalized and would be divided by the token count; "
+            f"got {', '.join(given)}. Set it to 0, or choose another mode"
+        )
+
+
+def _check_prompt_groups(mode: str, args: Any) -> None:
+    """Check that an optimizer step holds whole prompt groups where their means are taken."""
+    if mode != "prompt_mean" or getattr(args, "prompt_groups", "complete") != "complete":
+        return
+    batch_size = getattr(args, "global_batch_size", None)
+    group_size = getattr(args, "n_samples_per_prompt", None)
+    if batch_size is not None and group_size is not None and batch_size % group_size:
+        raise UserError(
+            f"--loss-aggregation prompt_mean needs whole prompt groups in each optimizer step: global_batch_size must "
+            f"be a multiple of n_samples_per_prompt; got {batch_size} and {group_size}"
+        )

@@ -1,0 +1,17 @@
+"""Options and settings shared by the fast suite."""
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--snapshot-update",
+        action="store_true",
+        help="rewrite the committed loss snapshots from the present code instead of comparing with them",
+    )
+
+
+def pytest_configure() -> None:
+    # Small tensors on a shared machine: more threads only contend.
+    torch.set_num_threads(1)

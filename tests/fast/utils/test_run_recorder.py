@@ -1,0 +1,65 @@
+"""What a person sees of a run."""
+
+import json
+import time
+from argparse import Namespace
+
+import pytest
+
+from miles.utils import run_recorder
+from miles.utils.run_recorder import RunRecorder, SilentRecorder
+
+
+def _recorder(tmp_path, *, first_rollout_id=0):
+    args = Namespace(num_rollout=4, num_steps_per_rollout=2)
+    return RunRecorder(args, tmp_path, first_rollout_id=first_rollout_id, started=time.monotonic())
+
+
+def test_lines_carry_the_rollout_and_the_times(tmp_path, capsys, monkeypatch):
+    clock = iter([10.0, 13.0, 18.0, 25.0])  # rollout starts; training starts; step 0; step 1
+    with _recorder(tmp_path) as recorder:
+        monkeypatch.setattr(run_recorder.time, "monotonic", lambda: next(clock, 30.0))
+        recorder.start_rollout()
+        recorder.start_training()
+        for step in range(2):
+            recorder.record(0, {"train/step": step, "train/loss": 0.5, "rollout/raw_reward": 0.25})
+        recorder.end_rollout(0, tmp_path / "iter_0000001")
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["train/step"] for record in records] == [0, 1]
+    assert [(record["rollout/step"], record["perf/rollout_time"], record["perf/step_time"]) for record in records] == [
+        (0, 3.0, 5.0),
+        (0, 3.0, 7.0),
+    ]
+    summary = capsys.readouterr().out
+    assert summary.startswith("stopped: 1 of 4 rollouts, 2 optimizer steps")
+    assert "reward: 0.250 over the first 2 steps" in summary
+    assert f"checkpoint: {tmp_path}/iter_0000001" in summary
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_the_word_to_the_error(tmp_path, capsys):
+    with pytest.raises(KeyError), _recorder(tmp_path):
+        raise KeyError
+    assert capsys.readouterr().out == ""
+
+
+def test_the_bar_counts_steps_and_shows_what_is_being_done(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(run_recorder, "REFRESH_SECONDS", 0.0)
+    with _recorder(tmp_path, first_rollout_id=2) as recorder:
+        recorder.report("log-probs 1/3")
+        recorder.record(2, {"train/loss": 0.125, "rollout/raw_reward": 0.5})
+    shown = capsys.readouterr().err
+    assert "log-probs 1/3" in shown
+    assert "4/8" in shown and "5/8" in shown
+    assert "loss=0.125, reward=0.500" in shown
+
+
+def test_the_silent_recorder_answers_to_the_same_calls(tmp_path, capsys):
+    with SilentRecorder() as recorder:
+        recorder.start_rollout()
+        recorder.start_training()
+        recorder.report("anything")
+        recorder.record(0, {"train/loss": 1.0})
+        recorder.end_rollout(0, None)
+    assert capsys.readouterr() == ("", "")
+    assert not list(tmp_path.iterdir())
