@@ -125,8 +125,17 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> list[str]:
     ).stdout.strip()
     if not Path(where).is_relative_to(tree):
         raise SystemExit(f"the tests would import {where} instead of the copy in {tree}")
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
-    run = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-profile=no-shrink",
+    ]
+    run = subprocess.run([*command, *tests], cwd=tree, capture_output=True, text=True)
     if run.returncode not in (0, 1):
         raise SystemExit(run.stdout[-3000:] + run.stderr[-3000:])
     return re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+)", run.stdout, flags=re.MULTILINE)
@@ -134,12 +143,8 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> list[str]:
 
 def report(mutant: Mutant | None, failures: list[str]) -> None:
     """Print what caught the mutant: the number of failing cases of each test function."""
-    name = "(unchanged)" if mutant is None else mutant.name
-    print(
-        f"{name}: {'caught' if failures else 'NOT CAUGHT'}, {len(failures)} failing cases"
-        if mutant
-        else f"{name}: {len(failures)} failing cases"
-    )
+    name = "unchanged tree" if mutant is None else mutant.name
+    print(f"{name}: {len(failures)} failing cases{'' if failures or mutant is None else ', NOT CAUGHT'}")
     for test, count in collections.Counter(failures).most_common():
         print(f"    {count:4d}  {test.removeprefix('tests/fast/')}")
     sys.stdout.flush()

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tqdm import tqdm
@@ -13,6 +13,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from miles.utils.tracking import METRICS_NAME, REWARD_KEY, ROLLOUT_KEY, MetricsLog, describe_run
 
 REFRESH_SECONDS = 0.2
+STEP_KEY = "train/step"
+
+logger = logging.getLogger(__name__)
 
 
 class SilentRecorder:
@@ -117,6 +120,7 @@ class RunRecorder(SilentRecorder):
                 "perf/step_time": self._lap(),
             }
         )
+        logger.info("step %d: %s", metrics[STEP_KEY], " ".join(_shown(metrics)))
         shown = {"loss": metrics.get("train/loss"), "reward": metrics.get(REWARD_KEY)}
         self._bar.set_postfix(
             {name: f"{value:.3f}" for name, value in shown.items() if value is not None}, refresh=False
@@ -132,3 +136,10 @@ class RunRecorder(SilentRecorder):
         now = time.monotonic()
         seconds, self._last_mark = now - self._last_mark, now
         return seconds
+
+
+def _shown(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Yield what a line of the log tells of a step: the reward, then everything about training, to four digits."""
+    for key, value in sorted(metrics.items(), key=lambda item: item[0] != REWARD_KEY):
+        if key == REWARD_KEY or (key.startswith("train/") and key != STEP_KEY):
+            yield f"{key.rpartition('/')[2]}={value:.4g}"

@@ -1,5 +1,6 @@
 """What a run leaves behind for people: its folder, its metrics by step, its log and its closing summary."""
 
+import itertools
 import json
 import logging
 import math
@@ -36,7 +37,7 @@ class MetricsLog:
     def __init__(self, path: Path, *, first_rollout_id: int) -> None:
         """Open `path` and drop what stands there from rollout `first_rollout_id` on, which is about to be trained.
 
-        A line that a killed run left unfinished is dropped too.
+        A line that a killed run left unfinished is dropped too. The file as it was stays beside it, under a number.
 
         Raises:
             UserError: the file cannot be written.
@@ -46,15 +47,23 @@ class MetricsLog:
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
             records = [record for line in lines if (record := _parse_record(line)) is not None]
             self.records = [record for record in records if record[ROLLOUT_KEY] < first_rollout_id]
+            dropped = len(lines) - len(self.records)
+            if dropped:
+                kept = _free_name(path)
+                path.replace(kept)
+                logger.warning(
+                    "%s: dropped %d lines from rollout %d on; the file as it was is %s",
+                    path,
+                    dropped,
+                    first_rollout_id,
+                    kept,
+                )
             partial = path.with_name(f"{path.name}.tmp")
             partial.write_text("".join(f"{json.dumps(record)}\n" for record in self.records))
             partial.replace(path)
             self._file = path.open("a")
         except OSError as error:
             raise UserError(f"cannot write metrics to {path} (--output-dir): {error}") from error
-        if len(lines) > len(self.records):
-            dropped = len(lines) - len(self.records)
-            logger.warning("%s: dropped %d lines from rollout %d on", path, dropped, first_rollout_id)
 
     def write(self, metrics: Mapping[str, float]) -> None:
         """Append one step. JSON has no NaN and no infinity; such a value becomes null."""
@@ -165,6 +174,12 @@ def describe_run(
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _free_name(path: Path) -> Path:
+    """Return `path` with the first number before its suffix that no file has yet: metrics.1.jsonl, ..."""
+    numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return next(candidate for candidate in numbered if not candidate.exists())
 
 
 def _parse_record(line: str) -> dict[str, Any] | None:

@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import Phase, settings
+
+# For runs that expect failures (tests/mutants.py): report the first example found, do not look for the smallest.
+settings.register_profile("no-shrink", phases=[Phase.explicit, Phase.generate])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

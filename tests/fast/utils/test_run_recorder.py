@@ -36,6 +36,14 @@ def test_lines_carry_the_rollout_and_the_times(tmp_path, capsys, monkeypatch):
     assert f"checkpoint: {tmp_path}/iter_0000001" in summary
 
 
+def test_the_log_has_one_short_line_a_step(tmp_path, caplog):
+    caplog.set_level("INFO", logger="miles")
+    with _recorder(tmp_path) as recorder:
+        metrics = {"train/loss": 1 / 3, "train/step": 7, "rollout/raw_reward": 0.25, "rollout/log_probs": -1.0}
+        recorder.record(3, metrics)
+    assert [record.message for record in caplog.records] == ["step 7: raw_reward=0.25 loss=0.3333"]
+
+
 def test_a_run_that_fails_before_its_first_step_leaves_the_word_to_the_error(tmp_path, capsys):
     with pytest.raises(KeyError), _recorder(tmp_path):
         raise KeyError
@@ -47,7 +55,7 @@ def test_the_bar_counts_steps_and_shows_what_is_being_done(tmp_path, capsys, mon
     monkeypatch.setattr(run_recorder, "REFRESH_SECONDS", 0.0)
     with _recorder(tmp_path, first_rollout_id=2) as recorder:
         recorder.report("log-probs 1/3")
-        recorder.record(2, {"train/loss": 0.125, "rollout/raw_reward": 0.5})
+        recorder.record(2, {"train/step": 4, "train/loss": 0.125, "rollout/raw_reward": 0.5})
     shown = capsys.readouterr().err
     assert "log-probs 1/3" in shown
     assert "4/8" in shown and "5/8" in shown

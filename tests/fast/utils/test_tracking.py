@@ -31,14 +31,16 @@ def test_each_step_is_on_disk_at_once_and_json_is_strict(tmp_path):
 
 def test_a_resumed_run_drops_what_it_will_do_again(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(_record(step)) + "\n" for step in (0, 1, 2, 3)) + '{"train/step": 4, "ro')
+    before = "".join(json.dumps(_record(step)) + "\n" for step in (0, 1, 2, 3)) + '{"train/step": 4, "ro'
+    path.write_text(before)
     metrics = MetricsLog(path, first_rollout_id=2)
     assert metrics.records == [_record(0), _record(1)]
     assert "dropped 3 lines from rollout 2 on" in caplog.text
     metrics.write(_record(2))
     metrics.close()
     assert [json.loads(line)["train/step"] for line in path.read_text().splitlines()] == [0, 1, 2]
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.1.jsonl", "metrics.jsonl"]
+    assert (tmp_path / "metrics.1.jsonl").read_text() == before
 
 
 def test_metrics_that_cannot_be_written(tmp_path):
