@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ def post_process_rewards(
 ) -> tuple[list[float], list[float]]:
     """Return raw rewards and the rewards that advantages are made of."""
     if custom_reward_post_process_func is not None:
-        return custom_reward_post_process_func(args, samples)
+        return _checked_pair(custom_reward_post_process_func(args, samples), samples)
     raw_rewards = [_checked_reward(args, sample, position) for position, sample in enumerate(samples)]
     if not args.rewards_normalization or getattr(args, "loss_type", "policy_loss") == "sft_loss":
         return raw_rewards, raw_rewards
@@ -36,12 +37,42 @@ def _checked_reward(args: Namespace, sample: Sample, position: int) -> float:
         raise UserError(
             f"{name_of(sample, position)} has no reward {args.reward_key!r} in {sample.reward!r}"
         ) from error
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+    return _finite(reward, f"{name_of(sample, position)} has reward")
+
+
+def _finite(reward: Any, what: str) -> float:
+    """Return a reward as a float: any finite number, a truth value or a 0-d tensor among them."""
+    try:
+        number = math.nan if isinstance(reward, (str, bytes)) else float(reward)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         raise UserError(
-            f"{name_of(sample, position)} has reward {reward!r}; a reward must be a finite number "
-            "(choose one of several named rewards with --reward-key)"
+            f"{what} {reward!r}; a reward must be a finite number (choose one of several named rewards with "
+            "--reward-key)"
         )
-    return float(reward)
+    return number
+
+
+def _checked_pair(result: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """Return what a custom post-processing made, as two lists of one finite number for each sample."""
+    hook = "--custom-reward-post-process-path must return (raw_rewards, rewards), one number for each sample"
+    if (
+        not isinstance(result, (tuple, list))
+        or len(result) != 2
+        or any(not hasattr(part, "__len__") for part in result)
+    ):
+        raise UserError(f"{hook}; got {type(result).__name__}")
+    if any(len(part) != len(samples) for part in result):
+        raise UserError(f"{hook}; got {len(result[0])} and {len(result[1])} for {len(samples)} samples")
+    raw_rewards, rewards = (
+        [
+            _finite(value, f"{name_of(sample, position)} got from the custom post-processing the reward")
+            for position, (sample, value) in enumerate(zip(samples, part, strict=True))
+        ]
+        for part in result
+    )
+    return raw_rewards, rewards
 
 
 def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards: Sequence[float]) -> list[float]:

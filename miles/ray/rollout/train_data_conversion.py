@@ -55,7 +55,7 @@ def convert_samples_to_train_data(
     Returns:
         The columns. `tokens`, `response_lengths`, `loss_masks`, `rewards` (normalized), `raw_reward`, `truncated`,
         `sample_indices`; `rollout_log_probs` where samples have them; `rollout_ids`, `rollout_counts` and
-        `rollout_mask_sums` where a sample has a `rollout_id`; `prompt_group_indices`, `prompt_counts` and
+        `rollout_mask_sums` where a rollout has several rows; `prompt_group_indices`, `prompt_counts` and
         `prompt_mask_sums` under `prompt_mean`.
 
     Raises:
@@ -86,8 +86,9 @@ def convert_samples_to_train_data(
             _checked_log_probs(sample, mask, position)
             for position, (sample, mask) in enumerate(zip(samples, loss_masks, strict=True))
         ]
-    if any(sample.rollout_id is not None for sample in samples):
-        train_data |= _shared_columns("rollout", "rollout_ids", rollout_ids_of(samples), loss_masks)
+    rollout_ids = rollout_ids_of(samples)
+    if len(set(rollout_ids)) < len(samples):
+        train_data |= _shared_columns("rollout", "rollout_ids", rollout_ids, loss_masks)
     if LossAggregation.of(args) is LossAggregation.PROMPT_MEAN:
         groups = _prompt_groups(args, samples)
         train_data |= _shared_columns("prompt", "prompt_group_indices", groups, loss_masks)

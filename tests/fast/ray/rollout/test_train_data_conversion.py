@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 
 from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
+from miles.utils.errors import UserError
 from miles.utils.types import Sample
 from tests.fast.backends.training_utils.layout import batch_sizes, mode_namespace, samples_of
 from tests.fast.oracle import MODES, Row
@@ -118,6 +121,34 @@ def test_custom_reward_post_processing():
     assert list(data["rewards"]) == [0.5, 1.5, 2.5, 3.5]
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([0.0, 1.0, 2.0, 3.0], r"must return \(raw_rewards, rewards\)"),
+        (([0.0] * 4, 1.0), r"must return \(raw_rewards, rewards\)"),
+        (([0.0] * 4, [0.0] * 3), "got 4 and 3 for 4 samples"),
+        (([0.0] * 4, [0.0, NAN, 0.0, 0.0]), "sample 1 .* the reward nan"),
+        (([0.0, 0.0, INF, 0.0], [0.0] * 4), "sample 2 .* the reward inf"),
+    ],
+)
+def test_custom_reward_post_processing_is_held_to_its_word(result, message):
+    with pytest.raises(UserError, match=message):
+        convert(mode="sample_mean", reward_func=lambda args, samples: result)
+
+
+def test_truth_values_and_scalars_of_libraries_are_rewards():
+    data = convert(mode="sample_mean", change=same_rewards([True, np.float32(1.5), torch.tensor(2.0), 3]))
+    assert list(data["raw_reward"]) == [1.0, 1.5, 2.0, 3.0]
+
+
+def test_ids_of_rollouts_with_one_row_change_nothing():
+    def with_ids(samples):
+        for index, sample in enumerate(samples):
+            sample.rollout_id = 10 + index
+
+    assert convert(mode="sample_mean", change=with_ids) == convert(mode="sample_mean")
+
+
 def test_custom_conversion_takes_over():
     assert convert(custom=lambda args, samples: {"rows": len(samples)}) == {"rows": 4}
 
@@ -185,6 +216,8 @@ REFUSALS = {
     "reward-nan": (setter(1, reward=NAN), "reward"),
     "reward-infinite": (setter(1, reward=-INF), "reward"),
     "reward-missing": (setter(1, reward=None), "reward"),
+    "reward-text": (setter(1, reward="1"), "reward"),
+    "reward-huge": (setter(1, reward=10**400), "reward"),
 }
 for _poison in (NAN, INF, -INF):
     REFUSALS[f"log-prob-{_poison}"] = (

@@ -88,6 +88,11 @@ def run(args, step, cut, megatron=False):
 
 
 @functools.cache
+def ran(name, megatron=False):
+    return run(namespace(name), Step(), CUT, megatron)
+
+
+@functools.cache
 def naive(name):
     return reference(namespace(name), Step())
 
@@ -114,7 +119,7 @@ def rounded(tree):
 @pytest.fixture(scope="module")
 def snapshots(request):
     if request.config.getoption("--snapshot-update", default=False):
-        fresh = {name: rounded(summary(*run(namespace(name), Step(), CUT))) for name in NAMES}
+        fresh = {name: rounded(summary(*ran(name))) for name in NAMES}
         SNAPSHOT.parent.mkdir(exist_ok=True)
         SNAPSHOT.write_text(json.dumps(fresh, indent=1) + "\n")
     return json.loads(SNAPSHOT.read_text())
@@ -130,7 +135,7 @@ def numbers(tree, prefix=""):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_snapshot(name, snapshots):
-    found, kept = numbers(summary(*run(namespace(name), Step(), CUT))), numbers(snapshots[name])
+    found, kept = numbers(summary(*ran(name))), numbers(snapshots[name])
     assert found.keys() == kept.keys()
     assert found == pytest.approx(kept, rel=2e-5, abs=2e-6)
 
@@ -142,7 +147,7 @@ def test_no_snapshot_is_left_over(snapshots):
 @pytest.mark.parametrize("megatron", [False, True], ids=["fsdp", "megatron"])
 @pytest.mark.parametrize("name", NAMES)
 def test_naive_walk_over_tokens(name, megatron):
-    value, gradient, metrics = run(namespace(name), Step(), CUT, megatron)
+    value, gradient, metrics = ran(name, megatron)
     expected, expected_gradient, expected_metrics = naive(name)
     assert value == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
