@@ -7,8 +7,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from miles.backends.experimental.fsdp_utils.actor import FSDPTrainActor
-from miles.backends.experimental.fsdp_utils.parallel import FSDPWorld, fsdp_world
+from miles.backends.training_utils.backend import open_backend
+from miles.backends.training_utils.parallel import GroupInfo, get_parallel_state
+from miles.backends.training_utils.process_group import World
+from miles.backends.training_utils.train_actor import TrainActor
 from miles.ray.rollout.train_data_conversion import (
     convert_samples_to_train_data,
     process_rollout_data_shard,
@@ -46,13 +48,13 @@ def train(args: Namespace, *, on_closing: Callable[[], None] = lambda: None) -> 
     """
     started = time.monotonic()
     with ExitStack() as stack:
-        world = stack.enter_context(fsdp_world())
+        world, make_actor = stack.enter_context(open_backend(args))
         directory = open_output_dir(args, world)
         if world.rank == 0:
             stack.enter_context(file_logging(directory / LOG_NAME))
         tokenizer = get_tokenizer(args)
         data_source = on_every_rank(lambda: open_data_source(args, tokenizer))
-        actor = FSDPTrainActor(args, world, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)
+        actor = make_actor(args, world, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)
         recorder = SilentRecorder()
         if world.rank == 0:
             recorder = RunRecorder(args, directory, first_rollout_id=actor.start_rollout_id, started=started)
@@ -68,7 +70,7 @@ def train(args: Namespace, *, on_closing: Callable[[], None] = lambda: None) -> 
 def train_on_rollout(
     rollout_id: int,
     args: Namespace,
-    actor: FSDPTrainActor,
+    actor: TrainActor,
     data_source: DataSource | None,
     tokenizer: Tokenizer,
     recorder: SilentRecorder,
@@ -77,7 +79,9 @@ def train_on_rollout(
     recorder.report("rollout")
     recorder.start_rollout()
     samples = get_rollout(rollout_id, args, actor, data_source, tokenizer)
-    shard = on_every_rank(lambda: make_shard(args, samples, actor.world, vocab_size=tokenizer.vocab_size))
+    shard = on_every_rank(
+        lambda: make_shard(args, samples, get_parallel_state().intra_dp, vocab_size=tokenizer.vocab_size)
+    )
     recorder.start_training()
     for metrics in actor.train(rollout_id, shard):
         recorder.record(rollout_id, metrics)
@@ -88,7 +92,7 @@ def train_on_rollout(
     recorder.end_rollout(rollout_id, checkpoint)
 
 
-def open_output_dir(args: Namespace, world: FSDPWorld) -> Path:
+def open_output_dir(args: Namespace, world: World) -> Path:
     """Let rank 0 make the run's folder and write the arguments there; return the folder on every rank.
 
     Raises:
@@ -111,7 +115,7 @@ def open_data_source(args: Namespace, tokenizer: Tokenizer) -> DataSource | None
 
 
 def get_rollout(
-    rollout_id: int, args: Namespace, actor: FSDPTrainActor, data_source: DataSource | None, tokenizer: Tokenizer
+    rollout_id: int, args: Namespace, actor: TrainActor, data_source: DataSource | None, tokenizer: Tokenizer
 ) -> list[Sample]:
     """Return all samples of a rollout, the same on every rank: read from a dump, or sampled from the policy.
 
@@ -144,8 +148,8 @@ def get_rollout(
     return samples
 
 
-def make_shard(args: Namespace, samples: list[Sample], world: FSDPWorld, *, vocab_size: int) -> RolloutBatch:
-    """Convert a rollout's samples and return the rows that this rank trains on.
+def make_shard(args: Namespace, samples: list[Sample], dp: GroupInfo, *, vocab_size: int) -> RolloutBatch:
+    """Convert a rollout's samples and return the rows that this data-parallel rank trains on.
 
     Raises:
         UserError: a sample or a batch size that cannot be trained on.
@@ -159,10 +163,10 @@ def make_shard(args: Namespace, samples: list[Sample], world: FSDPWorld, *, voca
         load_function(custom_convert) if custom_convert else None,
         load_function(custom_rewards) if custom_rewards else None,
     )
-    validate_train_data(args, data, dp_size=world.size)
+    validate_train_data(args, data, dp_size=dp.size)
     check_rows_fit_model(args, data["tokens"], vocab_size=vocab_size)
-    shards = split_train_data_by_dp(args, data, world.size)
-    return process_rollout_data_shard(args, shards[world.rank])
+    shards = split_train_data_by_dp(args, data, dp.size)
+    return process_rollout_data_shard(args, shards[dp.rank])
 
 
 def check_rows_fit_model(args: Namespace, rows: list[list[int]], *, vocab_size: int) -> None:

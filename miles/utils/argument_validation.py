@@ -23,9 +23,11 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         (
             *("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len"),
             *("global_batch_size", "num_steps_per_rollout", "micro_batch_size", "max_tokens_per_gpu"),
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
             *("hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings", "save_interval"),
         ),
     ),
+    ("at least 2", lambda value: value >= 2, ("virtual_pipeline_model_parallel_size",)),
     ("positive", lambda value: value > 0, ("lr", "rollout_temperature", "adam_eps", "tis_clip")),
     (
         "zero or positive",
@@ -111,7 +113,7 @@ def validate_combinations(args: Any) -> None:
     Raises:
         UserError: the first rule that is broken.
     """
-    for broken, message in _combination_rules(args):
+    for broken, message in (*_combination_rules(args), *_parallel_rules(args)):
         if broken:
             raise UserError(message)
 
@@ -160,6 +162,47 @@ def _combination_rules(args: Any) -> list[tuple[bool, str]]:
             f"{args.max_position_embeddings}, which has to hold the prompt too",
         ),
         (args.min_lr > args.lr, f"--min-lr {args.min_lr} must not exceed --lr {args.lr}"),
+    ]
+
+
+def _parallel_rules(args: Any) -> list[tuple[bool, str]]:
+    """Return (is broken, message) for each rule about how one copy of the model is split over processes."""
+    given = [
+        _option(name)
+        for name, unset in (
+            ("tensor_model_parallel_size", 1),
+            ("pipeline_model_parallel_size", 1),
+            ("context_parallel_size", 1),
+            ("virtual_pipeline_model_parallel_size", None),
+            ("use_distributed_optimizer", False),
+            ("overlap_grad_reduce", False),
+        )
+        if getattr(args, name) != unset
+    ]
+    tp, pp, vpp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+    )
+    return [
+        (
+            args.train_backend != "megatron" and bool(given),
+            f"{', '.join(given)}: for --train-backend megatron only; got --train-backend {args.train_backend}",
+        ),
+        (
+            args.num_attention_heads % tp != 0,
+            f"--num-attention-heads {args.num_attention_heads} must be a multiple of --tensor-model-parallel-size {tp}",
+        ),
+        (
+            vpp is not None and pp == 1,
+            f"--virtual-pipeline-model-parallel-size {vpp} needs --pipeline-model-parallel-size above 1",
+        ),
+        (
+            args.num_layers % (pp * (vpp or 1)) != 0,
+            f"--num-layers {args.num_layers} must be a multiple of the number of stages, "
+            f"--pipeline-model-parallel-size {pp}"
+            + (f" x --virtual-pipeline-model-parallel-size {vpp}" if vpp else ""),
+        ),
     ]
 
 

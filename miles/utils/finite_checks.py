@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from miles.backends.training_utils.cp_utils import get_local_response_loss_masks
 from miles.utils.distributed_utils import all_gather_objects
 from miles.utils.types import RolloutBatch, Sample
 
@@ -73,10 +74,11 @@ def _find_non_finite(data: RolloutBatch, column: str) -> str | None:
     rows = data.get(column)
     if not rows:
         return None
-    if not (~torch.cat(rows).isfinite() & torch.cat(data["loss_masks"]).bool()).any():
+    masks = get_local_response_loss_masks(data["total_lengths"], data["response_lengths"], data["loss_masks"])
+    if not (~torch.cat(rows).isfinite() & torch.cat(masks).bool()).any():
         return None
     names = data.get("sample_indices") or range(len(rows))  # a custom conversion may leave the indices out
-    for index, values, mask in zip(names, rows, data["loss_masks"], strict=True):
+    for index, values, mask in zip(names, rows, masks, strict=True):
         positions = (~values.isfinite() & mask.bool()).nonzero()
         if len(positions):
             position = positions[0].item()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles.backends.training_utils.cp_utils import slice_with_cp
+from miles.backends.training_utils.cp_utils import slice_log_prob_with_cp, slice_with_cp
 from miles.backends.training_utils.loss import get_token_counts_by_step
 from miles.backends.training_utils.loss_aggregation import StepCounts
 from miles.backends.training_utils.parallel import get_parallel_state
@@ -32,6 +32,7 @@ def move_to_device(shard: dict[str, Any], device: torch.device | str) -> Rollout
 
     Returns:
         A new batch: `TOKEN_COLUMNS` as B 1-D tensors, `SCALAR_COLUMNS` as one `[B]` tensor, the rest unchanged.
+        Tokens and masks are whole; log-probs are cut to this context-parallel rank's tokens ("thd").
     """
     batch = dict(shard)
     for key, dtype in TOKEN_COLUMNS.items():
@@ -39,6 +40,13 @@ def move_to_device(shard: dict[str, Any], device: torch.device | str) -> Rollout
             flat = torch.tensor([value for row in shard[key] for value in row], dtype=dtype)
             lengths = [len(row) for row in shard[key]]
             batch[key] = list(flat.to(device).split(lengths)) if lengths else []
+    if "rollout_log_probs" in batch:
+        batch["rollout_log_probs"] = [
+            slice_log_prob_with_cp(log_probs, total_length, response_length)
+            for log_probs, total_length, response_length in zip(
+                batch["rollout_log_probs"], batch["total_lengths"], batch["response_lengths"], strict=True
+            )
+        ]
     for key, dtype in SCALAR_COLUMNS.items():
         if key in shard:
             batch[key] = torch.tensor(shard[key], dtype=dtype).to(device)
@@ -106,7 +114,8 @@ def get_data_iterator(args: Namespace, model: Any, rollout_data: RolloutBatch) -
 
     Fixed schedule: `args.micro_batch_size` rows each, in order. With `args.use_dynamic_batch_size`: as few as fit
     `args.max_tokens_per_gpu` tokens for each context-parallel rank; a longer row runs alone. All data-parallel ranks
-    get the same number in each step, if need be by empty micro-batches.
+    get the same number in each step, with virtual pipeline stages a multiple of the pipeline's length, if need be by
+    empty micro-batches.
 
     Args:
         args: Reads the three options above.
@@ -124,7 +133,9 @@ def get_data_iterator(args: Namespace, model: Any, rollout_data: RolloutBatch) -
         schedule.append([[start + row for row in rows] for rows in _micro_batches(args, lengths, state.cp.size)])
         start += num_rows
     local = torch.tensor([len(step) for step in schedule], dtype=torch.int64)
-    num_microbatches = state.intra_dp.all_reduce(local, op=dist.ReduceOp.MAX).tolist()
+    largest = state.intra_dp.all_reduce(local, op=dist.ReduceOp.MAX).tolist()
+    multiple = state.microbatch_group_size_per_vp_stage if (state.vpp_size or 1) > 1 else 1
+    num_microbatches = [-(-size // multiple) * multiple for size in largest]
     counts = get_step_counts(rollout_data)
     indices, step_counts = [], []
     for step, size, count in zip(schedule, num_microbatches, counts, strict=True):
@@ -156,7 +167,8 @@ def get_batch(
     Returns:
         The columns of `DataIterator.get_next` and: "unconcat_tokens", B rows `[total_length]` int64; "tokens" and
         "position_ids" `[1, T_all]` int64, this context-parallel rank's packed share; "cu_seqlens" `[B + 1]` int32,
-        where whole (padded) rows begin and end; "max_seqlen" int.
+        where whole (padded) rows begin and end; "max_seqlen" int; "token_rows", `[T_all]` int64, the row of each
+        position of "tokens", -1 where it is padding.
     """
     batch = data_iterator.get_next()
     rows = batch["unconcat_tokens"] = batch["tokens"]
@@ -169,4 +181,7 @@ def get_batch(
     batch["position_ids"] = torch.cat([slice_with_cp(row, 0) for row in positions]).unsqueeze(0)
     batch["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(packed[0].device)
     batch["max_seqlen"] = int(lengths.max())
+    batch["token_rows"] = torch.cat(
+        [slice_with_cp(torch.full_like(row, index), -1) for index, row in enumerate(packed)]
+    )
     return batch

@@ -16,6 +16,7 @@ from miles.utils.argument_groups.loss import (
     add_off_policy_arguments,
 )
 from miles.utils.argument_groups.model import add_model_arguments, add_optimizer_arguments, add_run_arguments
+from miles.utils.argument_groups.parallel import add_parallel_arguments
 
 ADD_GROUP_FUNCTIONS = (
     add_loss_aggregation_arguments,
@@ -26,6 +27,7 @@ ADD_GROUP_FUNCTIONS = (
     add_data_arguments,
     add_batch_arguments,
     add_model_arguments,
+    add_parallel_arguments,
     add_optimizer_arguments,
     add_run_arguments,
     add_debug_arguments,

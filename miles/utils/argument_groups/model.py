@@ -14,9 +14,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         group,
         "--train-backend",
         type=str,
-        choices=["fsdp"],
+        choices=["fsdp", "megatron"],
         default="fsdp",
-        help="fsdp: PyTorch FSDP2, on CPU (gloo) or GPU (NCCL), one process or several",
+        help="fsdp: PyTorch FSDP2. megatron: Megatron-Core (extra `megatron`), with tensor, pipeline and context "
+        "parallelism. Both on CPU (gloo) or GPU (NCCL), one process or several",
     )
     reset_arg(group, "--hidden-size", type=int, default=EMBEDDED["hidden_size"], help="width of the residual stream")
     reset_arg(group, "--num-layers", type=int, default=EMBEDDED["num_layers"], help="transformer blocks")

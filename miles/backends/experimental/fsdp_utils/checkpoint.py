@@ -1,22 +1,9 @@
-"""Checkpoints of an FSDP2 run, readable by any number of processes and whole at every moment.
+"""The state of an FSDP2 run (torch.distributed.checkpoint), readable by any number of processes."""
 
-    ROOT/latest_checkpointed_iteration.txt    number of rollouts trained, e.g. 6
-    ROOT/iter_0000006/meta.json               where the run stood, and the model's architecture
-    ROOT/iter_0000006/state/                  model and optimizer (torch.distributed.checkpoint)
-
-A checkpoint is written under a temporary name, renamed when it is complete, and only then named as the latest; a run
-killed at any point in between leaves the one before it in force.
-"""
-
-import json
-import os
-import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -26,91 +13,22 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from miles.backends.training_utils.checkpoint import STATE_NAME
 from miles.utils.distributed_utils import on_every_rank
 from miles.utils.errors import UserError
 
-TRACKER_NAME = "latest_checkpointed_iteration.txt"
-META_NAME = "meta.json"
-STATE_NAME = "state"
-T = TypeVar("T")
 
-
-def save_checkpoint(
-    root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, meta: Mapping[str, Any], iteration: int
-) -> Path:
-    """Write one checkpoint; every rank calls this at the same point.
-
-    Args:
-        root: The folder of `--save`; made if absent.
-        model: The sharded model.
-        optimizer: Its optimizer.
-        meta: Plain data to find again in `read_meta`.
-        iteration: Rollouts trained so far, which names the checkpoint.
-
-    Returns:
-        The checkpoint's folder.
+def write_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write model and optimizer under the existing folder for the state; every rank calls this.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    final = checkpoint_folder(root, iteration)
-    partial = final.with_name(f"{final.name}.tmp")
-    on_every_rank(lambda: _on_rank_0(lambda: _prepare(root, partial)))
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     try:
-        dcp.save(state, checkpoint_id=partial / STATE_NAME)
+        dcp.save(state, checkpoint_id=folder)
     except CheckpointException as error:
-        raise UserError(f"cannot write a checkpoint under {root} (--save): {_first_cause(error)}") from error
-    on_every_rank(lambda: _on_rank_0(lambda: _publish(partial, final, meta, iteration)))
-    return final
-
-
-def find_latest_checkpoint(root: Path) -> Path | None:
-    """Return the folder that the tracker of `root` names, or None where there is no tracker.
-
-    Raises:
-        UserError: the tracker is not a number, or names a checkpoint that is not there.
-    """
-    tracker = root / TRACKER_NAME
-    if not tracker.exists():
-        return None
-    text = tracker.read_text(errors="replace").strip()
-    if not text.isdecimal():
-        raise UserError(f"{tracker} is damaged: expected the number of a checkpoint, got {text[:40]!r}")
-    folder = checkpoint_folder(root, int(text))
-    if not folder.is_dir():
-        raise UserError(
-            f"{tracker} names checkpoint {int(text)}, but {folder} is missing; restore the folder, or write the "
-            "number of one that is there into the file"
-        )
-    return folder
-
-
-def read_meta(folder: Path, *, architecture: Mapping[str, Any], flag: str) -> dict[str, Any]:
-    """Return the `meta` of a checkpoint, after comparing its architecture with the run's.
-
-    Args:
-        folder: As `find_latest_checkpoint` returns it.
-        architecture: The run's own, by argument name; stored as `meta["architecture"]`.
-        flag: The option that named the checkpoint, for messages.
-
-    Raises:
-        UserError: the file is damaged, or an argument of the architecture differs (named, with both values).
-    """
-    path = folder / META_NAME
-    try:
-        meta = json.loads(path.read_text())
-        stored = dict(meta["architecture"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"checkpoint {folder} ({flag}) is damaged: {path.name}: {error!r}") from error
-    differing = [name for name in architecture if architecture[name] != stored.get(name)]
-    if differing:
-        listed = ", ".join(f"{name} {stored.get(name)} there, {architecture[name]} here" for name in differing)
-        raise UserError(
-            f"checkpoint {folder} ({flag}) is of another architecture: {listed}; give the arguments it was trained "
-            "with (vocab_size follows from --tokenizer-type)"
-        )
-    return meta
+        raise UserError(f"cannot write a checkpoint under {folder} (--save): {_first_cause(error)}") from error
 
 
 def load_model(folder: Path, model: torch.nn.Module, *, flag: str) -> None:
@@ -133,44 +51,6 @@ def load_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     _read_state(folder, state, flag)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-
-
-def checkpoint_folder(root: Path, iteration: int) -> Path:
-    """Return where the checkpoint after `iteration` rollouts stands."""
-    return root / f"iter_{iteration:07d}"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of `path` so that a reader sees the old text or the new one, never a part."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def _on_rank_0(action: Callable[[], None]) -> None:
-    if dist.get_rank() == 0:
-        action()
-
-
-def _prepare(root: Path, partial: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob("iter_*.tmp"):
-            shutil.rmtree(leftover)
-        partial.mkdir()
-    except OSError as error:
-        raise UserError(f"cannot write a checkpoint under {root} (--save): {error}") from error
-
-
-def _publish(partial: Path, final: Path, meta: Mapping[str, Any], iteration: int) -> None:
-    write_atomically(partial / META_NAME, json.dumps(meta, indent=2))
-    if final.exists():  # written by a run that was killed before it named this checkpoint as the latest
-        shutil.rmtree(final)
-    partial.rename(final)
-    write_atomically(final.parent / TRACKER_NAME, str(iteration))
 
 
 def _read_state(folder: Path, state: dict[str, Any], flag: str) -> None:

@@ -1,31 +1,10 @@
-"""Building the policy: the same weights on every process, then sharded."""
-
-from argparse import Namespace
+"""The policy over FSDP2: the same weights on every process, then sharded."""
 
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from miles.backends.experimental.fsdp_utils.models.gpt import GPT, GPTConfig
+from miles.backends.experimental.fsdp_utils.models.gpt import GPT
 from miles.backends.experimental.fsdp_utils.parallel import FSDPWorld
-
-ARCHITECTURE_ARGUMENTS = ("hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
-
-
-def describe_architecture(args: Namespace, vocab_size: int) -> dict[str, int]:
-    """Return, by name, the numbers that decide the shapes of the weights."""
-    return {**{name: getattr(args, name) for name in ARCHITECTURE_ARGUMENTS}, "vocab_size": vocab_size}
-
-
-def build_model(args: Namespace, vocab_size: int, device: torch.device) -> GPT:
-    """Return the unsharded model with the weights that `args.seed` draws, the same on every process."""
-    config = GPTConfig(
-        vocab_size=vocab_size,
-        hidden_size=args.hidden_size,
-        num_layers=args.num_layers,
-        num_attention_heads=args.num_attention_heads,
-        max_position_embeddings=args.max_position_embeddings,
-    )
-    return GPT(config, seed=args.seed).to(device)
 
 
 def shard_model(model: GPT, world: FSDPWorld) -> GPT:

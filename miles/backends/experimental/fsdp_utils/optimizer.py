@@ -2,6 +2,7 @@
 
 import math
 from argparse import Namespace
+from functools import partial
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -47,6 +48,17 @@ def learning_rate_factor(step: int, *, style: str, num_warmup: int, num_total: i
     return shape[style]()
 
 
+def scheduled_factor(args: Namespace, step: int) -> float:
+    """Return `learning_rate_factor` of the run that `args` describe."""
+    return learning_rate_factor(
+        step,
+        style=args.lr_decay_style,
+        num_warmup=args.lr_warmup_iters,
+        num_total=args.num_rollout * args.num_steps_per_rollout,
+        final=args.min_lr / args.lr,
+    )
+
+
 def build_lr_scheduler(args: Namespace, optimizer: torch.optim.Optimizer, *, num_steps_done: int) -> LambdaLR:
     """Return the schedule, positioned after `num_steps_done` optimizer steps.
 
@@ -56,13 +68,4 @@ def build_lr_scheduler(args: Namespace, optimizer: torch.optim.Optimizer, *, num
     for group in optimizer.param_groups:
         group.update(adamw_options(args), initial_lr=args.lr)
 
-    def factor(step: int) -> float:
-        return learning_rate_factor(
-            step,
-            style=args.lr_decay_style,
-            num_warmup=args.lr_warmup_iters,
-            num_total=args.num_rollout * args.num_steps_per_rollout,
-            final=getattr(args, "min_lr", 0.0) / args.lr if args.lr else 0.0,
-        )
-
-    return LambdaLR(optimizer, factor, last_epoch=num_steps_done - 1)
+    return LambdaLR(optimizer, partial(scheduled_factor, args), last_epoch=num_steps_done - 1)

@@ -1,79 +1,34 @@
-"""The processes of an FSDP2 run: one data-parallel axis over all of them, on CPUs (gloo) or GPUs (nccl)."""
+"""FSDP2's one axis, data parallel over all processes of a run."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from miles.backends.training_utils.parallel import GroupInfo, ParallelState, set_parallel_state
-from miles.utils.errors import UserError
-
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+from miles.backends.training_utils.process_group import World, process_group
 
 
 @dataclass(frozen=True)
-class FSDPWorld:
-    """This process's place in the run.
+class FSDPWorld(World):
+    """This process's place in the run, and the mesh that FSDP2 shards over.
 
     Attributes:
-        rank: Global rank; rank 0 writes files and talks to the person.
-        size: Number of processes.
-        device: Where this process's tensors live.
         mesh: One axis, `dp`, over every process.
     """
 
-    rank: int
-    size: int
-    device: torch.device
     mesh: DeviceMesh
 
 
-def choose_device() -> torch.device:
-    """Return this process's GPU where torch sees one, else the CPU.
-
-    Raises:
-        UserError: more processes were started on this machine than it has GPUs.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    num_processes, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if num_processes > num_gpus:
-        raise UserError(
-            f"{num_processes} processes on a machine where torch sees {num_gpus} GPUs, and each needs its own; "
-            f"start at most {num_gpus} (torchrun --nproc-per-node {num_gpus}), or hide the GPUs "
-            "(CUDA_VISIBLE_DEVICES='') to train on the CPU"
-        )
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-
-
-def init_process_group(device: torch.device) -> None:
-    """Join the group that torchrun describes in the environment; started by hand, the process is a group of one.
-
-    With GPUs the group carries both backends, so that counts and objects on the CPU need no second group.
-    """
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if all(name in os.environ for name in LAUNCHER_VARIABLES):
-        rendezvous = {"init_method": "env://"}
-    else:
-        rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **rendezvous)
-
-
-def create_fsdp_parallel_state(device: torch.device) -> FSDPWorld:
+def create_fsdp_parallel_state(world: World) -> FSDPWorld:
     """Build the mesh over the initialised process group and install the `ParallelState` that the loss layer reads."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
     group = mesh.get_group("dp")
     # The group answers for CPU tensors too, so it is also the one for objects.
-    dp = GroupInfo(rank=rank, size=size, group=group, gloo_group=group)
+    dp = GroupInfo(rank=world.rank, size=world.size, group=group, gloo_group=group)
     set_parallel_state(ParallelState(intra_dp=dp, intra_dp_cp=dp))
-    return FSDPWorld(rank=rank, size=size, device=device, mesh=mesh)
+    return FSDPWorld(rank=world.rank, size=world.size, device=world.device, mesh=mesh)
 
 
 @contextmanager
@@ -86,11 +41,5 @@ def fsdp_world() -> Iterator[FSDPWorld]:
     Raises:
         UserError: see `choose_device`.
     """
-    device = choose_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    init_process_group(device)
-    try:
-        yield create_fsdp_parallel_state(device)
-    finally:
-        dist.destroy_process_group()
+    with process_group() as world:
+        yield create_fsdp_parallel_state(world)

@@ -17,6 +17,8 @@ from miles.backends.training_utils.cp_utils import (
     local_length,
 )
 from miles.backends.training_utils.loss_aggregation import concat
+from miles.backends.training_utils.loss_hub.token_scores import score_tokens
+from miles.backends.training_utils.parallel import get_parallel_state
 
 
 def get_response_positions(
@@ -61,37 +63,6 @@ def get_response_positions(
     return concat(positions).to(torch.int64), concat(targets).to(torch.int64), lengths
 
 
-def calculate_log_probs_and_entropy(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    *,
-    with_entropy: bool = False,
-    entropy_requires_grad: bool = True,
-    chunk_size: int = -1,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log p(token) and, on request, the entropy of p, with p = softmax(logits).
-
-    Args:
-        logits: `[R, V]`, any float dtype; computed in float32.
-        tokens: `[R]` int64.
-        with_entropy: Also return -sum_v p_v log p_v.
-        entropy_requires_grad: False for an entropy that is only logged.
-        chunk_size: Tokens per chunk, which bounds the float32 copies; -1 is all at once.
-
-    Returns:
-        `(log_probs, entropy)`, `[R]` float32 in nats; entropy is None unless asked for.
-    """
-    log_probs, entropies = [], []
-    size = chunk_size if chunk_size > 0 else max(logits.size(0), 1)
-    for chunk, targets in zip(logits.split(size), tokens.split(size), strict=True):
-        all_log_probs = torch.log_softmax(chunk.float(), dim=-1)
-        log_probs.append(all_log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
-        if with_entropy:
-            source = all_log_probs if entropy_requires_grad else all_log_probs.detach()
-            entropies.append(-(source.exp() * source).sum(-1))
-    return concat(log_probs), concat(entropies) if with_entropy else None
-
-
 def get_log_probs_and_entropy(
     logits: torch.Tensor,
     *,
@@ -107,7 +78,7 @@ def get_log_probs_and_entropy(
     """Return per-token log-probabilities (and entropies) of the responses at `args.rollout_temperature`.
 
     Args:
-        logits: `[1, T_all, V]` ("thd") or `[B, S, V]` ("bshd").
+        logits: `[1, T_all, V]` ("thd") or `[B, S, V]` ("bshd"), this tensor-parallel rank's share of the vocabulary.
         args: Reads `qkv_format`, `rollout_temperature` and, where present, `log_probs_chunk_size`.
         unconcat_tokens: B whole sequences, int64.
         total_lengths: B lengths of prompt and response.
@@ -125,11 +96,12 @@ def get_log_probs_and_entropy(
         unconcat_tokens, total_lengths, response_lengths, qkv_format=args.qkv_format, max_seq_lens=max_seq_lens
     )
     active = _active_slots(positions, loss_masks, total_lengths, response_lengths, args.qkv_format, max_seq_lens)
-    selected = logits.reshape(-1, logits.size(-1)).index_select(0, positions[active].to(logits.device))
-    log_probs, entropy = calculate_log_probs_and_entropy(
-        selected / args.rollout_temperature if args.rollout_temperature != 1.0 else selected,
+    log_probs, entropy = score_tokens(
+        logits.reshape(-1, logits.size(-1)),
+        positions[active].to(logits.device),
         targets[active].to(logits.device),
-        with_entropy=with_entropy,
+        tp=get_parallel_state().tp,
+        temperature=args.rollout_temperature,
         entropy_requires_grad=entropy_requires_grad,
         chunk_size=getattr(args, "log_probs_chunk_size", -1),
     )
