@@ -10,6 +10,7 @@ import torch
 from miles.backends.experimental.fsdp_utils import checkpoint
 from miles.backends.experimental.fsdp_utils.model import (
     build_model,
+    check_gradients_are_averaged,
     copy_full_weights,
     describe_architecture,
     shard_model,
@@ -51,8 +52,8 @@ class FSDPTrainActor:
         """Build the model from `args.seed`, or from the newest checkpoint of `args.load`; every rank calls this.
 
         Raises:
-            UserError: a checkpoint is damaged, missing (`--ref-load`) or of another architecture, or `--save` names
-                the folder of another run.
+            UserError: a checkpoint is damaged, missing (`--ref-load`) or of another architecture, `--save` names the
+                folder of another run, or this torch cannot average gradients here.
         """
         self.args = args
         self.world = world
@@ -63,6 +64,7 @@ class FSDPTrainActor:
         self.num_steps_done = 0
         self.report: Callable[[str], None] = lambda phase: None
         self.replica: GPT | None = None
+        check_gradients_are_averaged(world)
         self.model = shard_model(build_model(args, vocab_size, world.device), world)
         self.optimizer = build_optimizer(args, self.model)
         self._refuse_foreign_save_folder()

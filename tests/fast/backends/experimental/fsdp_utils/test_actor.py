@@ -170,6 +170,22 @@ def _float64_logits(model, tokens, cu_seqlens):
     return captured[0].reshape(1, tokens.size(1), -1)
 
 
+@pytest.mark.parametrize("limit", [0.0, 0.25])
+def test_gradients_are_clipped_by_the_norm_of_the_whole(limit):
+    def run():
+        with fsdp_world() as world:
+            actor = _make_actor(make_args("--clip-grad", str(limit)), world)
+            tokens = torch.arange(4)[None]
+            actor.model(tokens, tokens, torch.tensor([0, 4], dtype=torch.int32), 4).square().sum().backward()
+            norm = actor._clip_gradients()
+            gradients = [parameter.grad.full_tensor() for parameter in actor.model.parameters()]
+            return norm, math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+
+    for before, after in run_ranks(run, 2):
+        assert before > 0.3
+        assert after == pytest.approx(limit or before, rel=1e-5)
+
+
 def test_update_weights_gives_the_whole_policy():
     args = make_args()
 

@@ -89,23 +89,20 @@ def test_files(saved):
 @pytest.mark.parametrize("moment", ["writing the state", "renaming the folder", "naming it the latest"])
 def test_a_run_killed_while_saving_leaves_the_checkpoint_before(saved, tmp_path, moment):
     shutil.copytree(saved[0] / "1", tmp_path, dirs_exist_ok=True)
-    patched = {
-        "writing the state": (checkpoint.dcp, "save"),
-        "renaming the folder": (Path, "rename"),
-        "naming it the latest": (checkpoint, "write_atomically"),
+    owner, name, is_the_moment = {
+        "writing the state": (checkpoint.dcp, "save", lambda state: True),
+        "renaming the folder": (Path, "rename", lambda path: path.name == "iter_0000004.tmp"),
+        "naming it the latest": (checkpoint, "write_atomically", lambda path: path.name == checkpoint.TRACKER_NAME),
     }[moment]
-    num_calls_before = 1 if moment == "naming it the latest" else 0  # the first call writes meta.json
+    original = getattr(owner, name)
+
+    def die(first, *args, **kwargs):
+        if is_the_moment(first):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(first, *args, **kwargs)
 
     def die_in_save():
-        original, calls = getattr(*patched), []
-
-        def die(*args, **kwargs):
-            if len(calls) == num_calls_before:
-                os.kill(os.getpid(), signal.SIGKILL)
-            calls.append(args)
-            return original(*args, **kwargs)
-
-        setattr(*patched, die)
+        setattr(owner, name, die)
         _train_and_save(tmp_path, iteration=4)
 
     [(_, error, _)] = run_ranks_to_outcomes(die_in_save, 1)
