@@ -116,7 +116,8 @@ class TrainActor(abc.ABC):
     def update_weights(self) -> GPT:
         """Return a whole copy of the policy, as rollout generation uses it; every rank calls this."""
         if self._replica is None:
-            self._replica = build_seeded_gpt(self.args, self.vocab_size, self.world.device)
+            whole = build_seeded_gpt(self.args, self.vocab_size, self.world.device)
+            self._replica = whole.requires_grad_(False).eval()
         self._gather_weights(self._replica)
         return self._replica
 
@@ -219,9 +220,9 @@ class TrainActor(abc.ABC):
 
 
 def build_seeded_gpt(args: Namespace, vocab_size: int, device: torch.device) -> GPT:
-    """Return the whole model with the weights that `args.seed` draws, the same on every process, for inference."""
+    """Return the whole model with the weights that `args.seed` draws, the same on every process."""
     config = GPTConfig(vocab_size=vocab_size, **{name: getattr(args, name) for name in ARCHITECTURE_ARGUMENTS})
-    return GPT(config, seed=args.seed).to(device).requires_grad_(False).eval()
+    return GPT(config, seed=args.seed).to(device)
 
 
 def describe_architecture(args: Namespace, vocab_size: int) -> dict[str, int | str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from miles.backends.experimental.fsdp_utils import checkpoint
-from miles.backends.experimental.fsdp_utils.model import copy_full_weights, shard_model
+from miles.backends.experimental.fsdp_utils.model import check_gradients_are_averaged, copy_full_weights, shard_model
 from miles.backends.experimental.fsdp_utils.models.gpt import GPT
 from miles.backends.experimental.fsdp_utils.optimizer import build_lr_scheduler, build_optimizer
 from miles.backends.training_utils.data import DataIterator
@@ -19,7 +19,8 @@ class FSDPTrainActor(TrainActor):
     """The policy, its optimizer and, for the KL term, its reference, each sharded over all processes."""
 
     def _build(self) -> None:
-        self.model = self._build_seeded_model().requires_grad_(True).train()
+        check_gradients_are_averaged(self.world)
+        self.model = self._build_seeded_model()
         self.optimizer = build_optimizer(self.args, self.model)
 
     def _build_seeded_model(self) -> GPT:
@@ -29,7 +30,7 @@ class FSDPTrainActor(TrainActor):
         self.scheduler = build_lr_scheduler(self.args, self.optimizer, num_steps_done=self.num_steps_done)
 
     def _build_reference(self, folder: Path | None) -> None:
-        self.reference = self._build_seeded_model()
+        self.reference = self._build_seeded_model().requires_grad_(False).eval()
         if folder is not None:
             checkpoint.load_model(folder, self.reference, flag="--ref-load")
 

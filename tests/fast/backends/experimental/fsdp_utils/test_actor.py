@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from miles.backends.experimental.fsdp_utils import actor as actor_module
-from miles.backends.experimental.fsdp_utils.actor import FSDPTrainActor, needs_old_log_probs
-from miles.backends.experimental.fsdp_utils.model import build_model
+from miles.backends.experimental.fsdp_utils.actor import FSDPTrainActor
 from miles.backends.experimental.fsdp_utils.parallel import fsdp_world
+from miles.backends.training_utils.train_actor import build_seeded_gpt, needs_old_log_probs
 from miles.training_loop import make_shard
 from miles.utils.finite_checks import NonFiniteError
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks, run_ranks_to_errors
@@ -133,7 +133,7 @@ def test_the_first_step_is_the_law_by_hand(mode):
 
 def _loss_and_gradient_norm(args, samples, mode):
     """Return loss and gradient norm of one step in float64, sample by sample, with old = new policy (ratio 1)."""
-    model = build_model(args, VOCAB_SIZE, torch.device("cpu")).double()
+    model = build_seeded_gpt(args, VOCAB_SIZE, torch.device("cpu")).double()
     total = torch.zeros((), dtype=torch.float64)
     rewards = [sample.reward for sample in samples]
     for index, sample in enumerate(samples):
@@ -170,6 +170,22 @@ def _float64_logits(model, tokens, cu_seqlens):
     return captured[0].reshape(1, tokens.size(1), -1)
 
 
+@pytest.mark.parametrize("limit", [0.0, 0.25])
+def test_gradients_are_clipped_by_the_norm_of_the_whole(limit):
+    def run():
+        with fsdp_world() as world:
+            actor = _make_actor(make_args("--clip-grad", str(limit)), world)
+            tokens = torch.arange(4)[None]
+            actor.model(tokens, tokens, torch.tensor([0, 4], dtype=torch.int32), 4).square().sum().backward()
+            norm = actor._clip_gradients()
+            gradients = [parameter.grad.full_tensor() for parameter in actor.model.parameters()]
+            return norm, math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+
+    for before, after in run_ranks(run, 2):
+        assert before > 0.3
+        assert after == pytest.approx(limit or before, rel=1e-5)
+
+
 def test_update_weights_gives_the_whole_policy():
     args = make_args()
 
@@ -181,7 +197,7 @@ def test_update_weights_gives_the_whole_policy():
             list(actor.train(0, shard))
             replica = actor.update_weights()
             trained = [parameter.full_tensor() for parameter in actor.model.parameters()]
-            seeded = list(build_model(args, VOCAB_SIZE, world.device).parameters())
+            seeded = list(build_seeded_gpt(args, VOCAB_SIZE, world.device).parameters())
             equal = [
                 [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
                 for first, second in ((initial, seeded), (list(replica.parameters()), trained), (initial, trained))
@@ -212,8 +228,8 @@ def test_a_log_prob_that_is_not_finite_stops_every_rank_and_names_the_sample():
             shard = make_shard(args, make_samples(0), world, vocab_size=VOCAB_SIZE)
             compute = actor._compute_log_probs
 
-            def spoil(model, iterator, *, store_prefix):
-                columns = compute(model, iterator, store_prefix=store_prefix)
+            def spoil(iterators, num_microbatches, *, store_prefix):
+                columns = compute(iterators, num_microbatches, store_prefix=store_prefix)
                 for index, values, mask in zip(
                     shard["sample_indices"], columns["log_probs"], shard["loss_masks"], strict=True
                 ):

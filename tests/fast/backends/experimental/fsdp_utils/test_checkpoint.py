@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from miles.backends.experimental.fsdp_utils import checkpoint
+from miles.backends.experimental.fsdp_utils import checkpoint as fsdp_checkpoint
 from miles.backends.experimental.fsdp_utils.model import shard_model
 from miles.backends.experimental.fsdp_utils.models.gpt import GPT, GPTConfig
 from miles.backends.experimental.fsdp_utils.parallel import fsdp_world
+from miles.backends.training_utils import checkpoint
 from miles.utils.errors import UserError
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks, run_ranks_to_outcomes
 
@@ -38,7 +39,9 @@ def _step(model, optimizer):
 
 def _save(root, model, optimizer, iteration, **meta):
     meta = {"architecture": ARCHITECTURE, **meta}
-    return checkpoint.save_checkpoint(root, model, optimizer, meta=meta, iteration=iteration)
+    return checkpoint.save_checkpoint(
+        root, lambda folder: fsdp_checkpoint.write_state(folder, model, optimizer), meta=meta, iteration=iteration
+    )
 
 
 def _train_and_save(root, *, iteration=3):
@@ -55,8 +58,8 @@ def _load_and_train(root):
     with fsdp_world() as world:
         model, optimizer = _model_and_optimizer(world, seed=1)
         folder = checkpoint.find_latest_checkpoint(root)
-        checkpoint.load_model(folder, model, flag="--load")
-        checkpoint.load_optimizer(folder, model, optimizer, flag="--load")
+        fsdp_checkpoint.load_model(folder, model, flag="--load")
+        fsdp_checkpoint.load_optimizer(folder, model, optimizer, flag="--load")
         return [_step(model, optimizer) for _ in range(2)]
 
 
@@ -89,23 +92,20 @@ def test_files(saved):
 @pytest.mark.parametrize("moment", ["writing the state", "renaming the folder", "naming it the latest"])
 def test_a_run_killed_while_saving_leaves_the_checkpoint_before(saved, tmp_path, moment):
     shutil.copytree(saved[0] / "1", tmp_path, dirs_exist_ok=True)
-    patched = {
-        "writing the state": (checkpoint.dcp, "save"),
-        "renaming the folder": (Path, "rename"),
-        "naming it the latest": (checkpoint, "write_atomically"),
+    owner, name, is_the_moment = {
+        "writing the state": (fsdp_checkpoint.dcp, "save", lambda state: True),
+        "renaming the folder": (Path, "rename", lambda path: path.name == "iter_0000004.tmp"),
+        "naming it the latest": (checkpoint, "write_atomically", lambda path: path.name == checkpoint.TRACKER_NAME),
     }[moment]
-    num_calls_before = 1 if moment == "naming it the latest" else 0  # the first call writes meta.json
+    original = getattr(owner, name)
+
+    def die(first, *args, **kwargs):
+        if is_the_moment(first):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(first, *args, **kwargs)
 
     def die_in_save():
-        original, calls = getattr(*patched), []
-
-        def die(*args, **kwargs):
-            if len(calls) == num_calls_before:
-                os.kill(os.getpid(), signal.SIGKILL)
-            calls.append(args)
-            return original(*args, **kwargs)
-
-        setattr(*patched, die)
+        setattr(owner, name, die)
         _train_and_save(tmp_path, iteration=4)
 
     [(_, error, _)] = run_ranks_to_outcomes(die_in_save, 1)

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles.backends.experimental.fsdp_utils.parallel import choose_device, fsdp_world
+from miles.backends.experimental.fsdp_utils.parallel import fsdp_world
 from miles.backends.training_utils.parallel import get_parallel_state
+from miles.backends.training_utils.process_group import choose_device
 from miles.utils.errors import UserError
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks
 
