@@ -4,6 +4,7 @@ A dump is `torch.save({"rollout_id": int, "samples": [Sample.to_dict(), ...]})` 
 it is read with `weights_only=True`.
 """
 
+import contextlib
 import io
 import os
 import pickle
@@ -67,7 +68,8 @@ def save_rollout_dump(path_template: str, rollout_id: int, samples: list[Sample]
     except OSError as error:
         raise UserError(f"cannot write rollout data {path}: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be written, there is nothing to remove
+            temporary.unlink()
     return path
 
 
