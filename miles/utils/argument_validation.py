@@ -191,7 +191,8 @@ def _parallel_rules(args: Any) -> list[tuple[bool, str]]:
         ),
         (
             args.num_attention_heads % tp != 0,
-            f"--num-attention-heads {args.num_attention_heads} must be a multiple of --tensor-model-parallel-size {tp}",
+            f"--num-attention-heads {args.num_attention_heads} must be a multiple of --tensor-model-parallel-size "
+            f"{tp}",
         ),
         (
             vpp is not None and pp == 1,

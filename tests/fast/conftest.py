@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+from miles.backends.training_utils import parallel
+
 # For runs that expect failures (tests/mutants.py): report the first example found, do not look for the smallest.
 settings.register_profile("no-shrink", phases=[Phase.explicit, Phase.generate])
 
@@ -19,3 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     # Small tensors on a shared machine: more threads only contend.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _one_process():
+    """No test inherits another's topology."""
+    before = parallel._parallel_state
+    parallel.set_parallel_state(parallel.ParallelState())
+    yield
+    parallel.set_parallel_state(before)

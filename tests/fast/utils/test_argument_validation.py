@@ -119,6 +119,27 @@ def test_every_number_has_a_range():
     ("line", "message"),
     [
         ("--use-dynamic-batch-size", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size: for --train-backend megatron only"),
+        (
+            "--context-parallel-size 2 --use-distributed-optimizer",
+            "--context-parallel-size, --use-distributed-optimizer: for --train-backend megatron only",
+        ),
+        (
+            "--train-backend megatron --tensor-model-parallel-size 3",
+            "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 3",
+        ),
+        (
+            "--train-backend megatron --pipeline-model-parallel-size 3",
+            "--num-layers 2 must be a multiple of the number of stages, --pipeline-model-parallel-size 3",
+        ),
+        (
+            "--train-backend megatron --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
+            "--pipeline-model-parallel-size 2 x --virtual-pipeline-model-parallel-size 2",
+        ),
+        (
+            "--train-backend megatron --virtual-pipeline-model-parallel-size 2",
+            "needs --pipeline-model-parallel-size above 1",
+        ),
         ("--save-interval 5", "--save-interval 5 needs --save"),
         ("--use-tis --use-rollout-logprobs", "--use-tis and --use-rollout-logprobs exclude each other"),
         ("--advantage-estimator reinforce_plus_plus_baseline", "requires --normalize-advantages"),
@@ -141,6 +162,8 @@ def test_options_that_need_or_exclude_each_other(line, message):
     "line",
     [
         "--use-dynamic-batch-size --max-tokens-per-gpu 64",
+        "--train-backend megatron --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--train-backend megatron --overlap-grad-reduce --use-distributed-optimizer --context-parallel-size 4",
         "--save-interval 5 --save there",
         "--use-tis",
         "--use-rollout-logprobs",

@@ -31,6 +31,9 @@ RESOLVED_DEFAULTS = {
     **{"train_backend": "fsdp", "min_lr": 0.0, "lr_decay_style": "constant", "adam_beta1": 0.9, "adam_beta2": 0.95},
     **{"adam_eps": 1e-8, "seed": 1234, "output_dir": None, "save": None, "load": None, "save_interval": None},
     **{"ref_load": None, "custom_config_path": None, "num_steps_per_rollout": 1},
+    **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},
+    **{"virtual_pipeline_model_parallel_size": None, "use_distributed_optimizer": False},
+    **{"overlap_grad_reduce": False},
 }
 
 
@@ -112,7 +115,7 @@ def test_validating_twice_changes_nothing():
         (["--loss-agregation", "prompt_mean"], r"unrecognized.*\(did you mean --loss-aggregation\?\)"),
         (["--loss_aggregation=prompt_mean"], r"\(did you mean --loss-aggregation\?\)"),
         (["--kl-loss-type", "k9"], "invalid choice: 'k9'"),
-        (["--train-backend", "megatron"], "invalid choice: 'megatron'"),
+        (["--train-backend", "deepspeed"], "invalid choice: 'deepspeed'"),
         (["--loss-aggregation-divisor", "eight"], "invalid float value: 'eight'"),
         (["--lr", "fast"], "invalid float value: 'fast'"),
         (["--seed", "1.5"], "invalid int value: '1.5'"),

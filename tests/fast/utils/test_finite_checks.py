@@ -16,7 +16,8 @@ from miles.utils.types import Sample
 
 def _data(**columns):
     masks = [torch.tensor([1, 0]), torch.tensor([0, 1, 1])]
-    return {"loss_masks": masks, "sample_indices": [7, 9], **columns}
+    lengths = {"response_lengths": [2, 3], "total_lengths": [4, 5]}
+    return {"loss_masks": masks, "sample_indices": [7, 9], **lengths, **columns}
 
 
 def test_log_probs_at_masked_positions_may_be_anything():

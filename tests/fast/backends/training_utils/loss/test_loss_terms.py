@@ -8,7 +8,9 @@ import torch
 
 from miles.backends.training_utils.loss import compute_advantages_and_returns
 from miles.backends.training_utils.loss_hub.corrections import icepop_function, vanilla_tis_function
-from miles.backends.training_utils.loss_hub.logit_processors import calculate_log_probs_and_entropy, get_values
+from miles.backends.training_utils.loss_hub.logit_processors import get_values
+from miles.backends.training_utils.loss_hub.token_scores import score_tokens
+from miles.backends.training_utils.parallel import SINGLE
 from miles.backends.training_utils.loss_hub.math_utils import compute_approx_kl, compute_policy_loss
 from miles.backends.training_utils.parallel import ParallelState, set_parallel_state
 from tests.fast.backends.training_utils.layout import mode_namespace
@@ -104,11 +106,10 @@ def test_icepop():
 def test_log_probs_and_entropy_of_a_known_distribution():
     """Logits log(1, 2, 5): p = 1/8, 1/4, 5/8, whatever constant is added."""
     logits = torch.tensor([[1.0, 2.0, 5.0], [1.0, 2.0, 5.0]]).log() + torch.tensor([[0.0], [30.0]])
-    log_probs, entropy = calculate_log_probs_and_entropy(logits, torch.tensor([1, 2]), with_entropy=True)
+    log_probs, entropy = score_tokens(logits, torch.arange(2), torch.tensor([1, 2]), tp=SINGLE)
     assert log_probs.tolist() == pytest.approx([math.log(1 / 4), math.log(5 / 8)], rel=1e-5)
     expected = -sum(p * math.log(p) for p in (1 / 8, 1 / 4, 5 / 8))
     assert entropy.tolist() == pytest.approx([expected] * 2, rel=1e-5)
-    assert calculate_log_probs_and_entropy(logits, torch.tensor([1, 2]))[1] is None
 
 
 def test_a_value_head_has_one_output():
