@@ -50,9 +50,10 @@ def score_tokens(
 
 
 class _TokenScores(torch.autograd.Function):
-    """With x = logits / temperature: log Z = logsumexp x, log p_v = x_v - log Z, H = log Z - sum_v p_v x_v.
+    """With x = logits / temperature - their peak: log Z = log sum_v exp x_v, log p_v = x_v - log Z and
+    H = log Z - sum_v p_v x_v; d log p_y / d x_v = [v = y] - p_v and d H / d x_v = -p_v (log p_v + H).
 
-    d log p_y / d x_v = [v = y] - p_v and d H / d x_v = -p_v (log p_v + H).
+    Peak and log Z stay apart, since their sum would round away what log p is made of.
     """
 
     @staticmethod
@@ -72,15 +73,16 @@ class _TokenScores(torch.autograd.Function):
         ):
             scaled = logits[rows].float() / temperature
             peak = tp.all_reduce(scaled.amax(-1), op=dist.ReduceOp.MAX)
-            weights = (scaled - peak.unsqueeze(-1)).exp()
-            chosen = scaled.gather(-1, columns.unsqueeze(-1)).squeeze(-1) * here
-            sums = torch.stack([weights.sum(-1), (weights * scaled).sum(-1), chosen])
+            shifted = scaled - peak.unsqueeze(-1)
+            weights = shifted.exp()
+            chosen = shifted.gather(-1, columns.unsqueeze(-1)).squeeze(-1) * here
+            sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), chosen])
             total, weighted, chosen = tp.all_reduce(sums).unbind()
-            log_z = peak + total.log()
-            parts.append(torch.stack([chosen - log_z, log_z - weighted / total, log_z]))
-        scores = torch.cat(parts, dim=1) if parts else logits.new_zeros(3, 0, dtype=torch.float32)
-        log_probs, entropy, log_z = scores.unbind()
-        ctx.save_for_backward(logits, positions, local, is_local, entropy, log_z)
+            log_z = total.log()
+            parts.append(torch.stack([chosen - log_z, log_z - weighted / total, peak, log_z]))
+        scores = torch.cat(parts, dim=1) if parts else logits.new_zeros(4, 0, dtype=torch.float32)
+        log_probs, entropy, peak, log_z = scores.unbind()
+        ctx.save_for_backward(logits, positions, local, is_local, entropy, peak, log_z)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
         return log_probs.clone(), entropy.clone()
 
@@ -89,8 +91,8 @@ class _TokenScores(torch.autograd.Function):
         logits, positions, *columns = ctx.saved_tensors
         grad = torch.zeros_like(logits)
         columns = [column.split(ctx.chunk_size) for column in (positions, *columns, grad_log_probs, grad_entropy)]
-        for rows, local, is_local, entropy, log_z, g_log_prob, g_entropy in zip(*columns, strict=True):
-            log_p = logits[rows].float() / ctx.temperature - log_z.unsqueeze(-1)
+        for rows, local, is_local, entropy, peak, log_z, g_log_prob, g_entropy in zip(*columns, strict=True):
+            log_p = logits[rows].float() / ctx.temperature - peak.unsqueeze(-1) - log_z.unsqueeze(-1)
             towards = -(g_log_prob.unsqueeze(-1) + g_entropy.unsqueeze(-1) * (log_p + entropy.unsqueeze(-1)))
             chunk = log_p.exp() * towards
             chunk.scatter_add_(-1, local.unsqueeze(-1), (g_log_prob * is_local).unsqueeze(-1))

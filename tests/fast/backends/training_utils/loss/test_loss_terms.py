@@ -9,10 +9,9 @@ import torch
 from miles.backends.training_utils.loss import compute_advantages_and_returns
 from miles.backends.training_utils.loss_hub.corrections import icepop_function, vanilla_tis_function
 from miles.backends.training_utils.loss_hub.logit_processors import get_values
-from miles.backends.training_utils.loss_hub.token_scores import score_tokens
-from miles.backends.training_utils.parallel import SINGLE
 from miles.backends.training_utils.loss_hub.math_utils import compute_approx_kl, compute_policy_loss
-from miles.backends.training_utils.parallel import ParallelState, set_parallel_state
+from miles.backends.training_utils.loss_hub.token_scores import score_tokens
+from miles.backends.training_utils.parallel import SINGLE, ParallelState, set_parallel_state
 from tests.fast.backends.training_utils.layout import mode_namespace
 from tests.fast.backends.training_utils.pipeline import Ledger, RehearsedAxis
 

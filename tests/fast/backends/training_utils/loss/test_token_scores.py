@@ -52,7 +52,7 @@ def test_values_and_gradients_do_not_depend_on_chunks(chunk_size):
 
 
 def test_an_entropy_that_is_only_logged_has_no_gradient():
-    logits, positions, targets, weights = inputs()
+    logits, positions, targets, _ = inputs()
     leaf = logits.clone().requires_grad_(True)
     log_probs, entropy = score_tokens(
         leaf, positions, targets, tp=SINGLE, temperature=TEMPERATURE, entropy_requires_grad=False
