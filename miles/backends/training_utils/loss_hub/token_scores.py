@@ -50,9 +50,10 @@ def score_tokens(
 
 
 class _TokenScores(torch.autograd.Function):
-    """With x = logits / temperature - their peak: log Z = log sum_v exp x_v, log p_v = x_v - log Z and
-    H = log Z - sum_v p_v x_v; d log p_y / d x_v = [v = y] - p_v and d H / d x_v = -p_v (log p_v + H).
+    """The scores of all chunks, and their gradient.
 
+    With x = logits / temperature - their peak: log Z = log sum_v exp x_v, log p_v = x_v - log Z and
+    H = log Z - sum_v p_v x_v; d log p_y / d x_v = [v = y] - p_v and d H / d x_v = -p_v (log p_v + H).
     Peak and log Z stay apart, since their sum would round away what log p is made of.
     """
 
