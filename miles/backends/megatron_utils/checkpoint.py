@@ -12,17 +12,18 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
+from miles.backends.training_utils.checkpoint import STATE_NAME
 from miles.utils.distributed_utils import on_every_rank
 from miles.utils.errors import UserError
 
 
 def rank_file(folder: Path) -> Path:
-    """Return where this rank's state stands in a checkpoint's folder."""
+    """Return where this rank's state stands in the folder for the state."""
     return folder / f"rank_{dist.get_rank():05d}.pt"
 
 
 def write_state(folder: Path, chunks: Sequence[GPTModel], optimizer: MegatronOptimizer) -> None:
-    """Write this rank's chunks and the inner optimizers' state; every rank calls this.
+    """Write this rank's chunks and the inner optimizers' state under an existing folder; every rank calls this.
 
     With the distributed optimizer the state is this rank's slice of it.
 
@@ -71,7 +72,7 @@ def _inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimize
 
 
 def _read(folder: Path, flag: str) -> dict[str, Any]:
-    path = rank_file(folder)
+    path = rank_file(folder / STATE_NAME)
 
     def read() -> dict[str, Any]:
         try:
