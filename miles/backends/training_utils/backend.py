@@ -1,8 +1,11 @@
 """Which backend trains: its world, and the class of its actor. Each is imported only where it is chosen."""
 
+import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 from miles.backends.training_utils.process_group import World
 from miles.backends.training_utils.train_actor import TrainActor
@@ -22,8 +25,11 @@ def open_backend(args: Namespace) -> Iterator[tuple[World, type[TrainActor]]]:
         from miles.backends.megatron_utils.availability import check_megatron
 
         check_megatron()
-        from miles.backends.megatron_utils.actor import MegatronTrainActor
-        from miles.backends.megatron_utils.parallel import megatron_world
+        with warnings.catch_warnings():
+            if not torch.cuda.is_available():  # where it would say at length which accelerators it does without
+                warnings.simplefilter("ignore")
+            from miles.backends.megatron_utils.actor import MegatronTrainActor
+            from miles.backends.megatron_utils.parallel import megatron_world
 
         with megatron_world(args) as world:
             yield world, MegatronTrainActor
