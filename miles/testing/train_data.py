@@ -27,7 +27,7 @@ def make_args(step: Step, cut: Cut, *, backend_options: Sequence[str] = ()) -> N
     num_rollouts = len({_rollout_key(step, index) for index in range(len(step.rows))})
     return parse_args(
         [
-            *("--hidden-size", "8", "--num-layers", "4", "--num-attention-heads", "2", "--seed", "3"),
+            *("--hidden-size", "8", "--num-layers", "2", "--num-attention-heads", "2", "--seed", "3"),
             *("--max-position-embeddings", str(max(24, longest)), "--clip-grad", "0", "--num-rollout", "1"),
             *("--rollout-batch-size", str(num_rollouts), "--n-samples-per-prompt", "1"),
             "--disable-rewards-normalization",

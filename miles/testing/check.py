@@ -1,0 +1,145 @@
+"""The check itself: every cut of a step has to give the oracle's value, gradient and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from miles.testing.backends import Backend
+from miles.testing.oracle import expected_outcome
+from miles.testing.step import Cut, Outcome, Step
+from miles.testing.worlds import WorldError
+from miles.utils.errors import UserError
+
+ATOL = 1e-6
+"""What float32 leaves of a number near 0, next to others of size 1."""
+
+MAX_LISTED = 8
+"""Differences that a message lists."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One cut under which a step does not come to what it has to.
+
+    Attributes:
+        step: The step.
+        cut: The cut.
+        differences: One line for each number that differs: its name, expected and got.
+    """
+
+    step: Step
+    cut: Cut
+    differences: list[str]
+
+    def __str__(self) -> str:
+        listed = self.differences[:MAX_LISTED]
+        if len(self.differences) > MAX_LISTED:
+            listed.append(f"and {len(self.differences) - MAX_LISTED} more")
+        ranks, batches, rows = self.cut.size(self.step)
+        head = f"{self.step} | {self.cut} ({ranks} ranks, {batches} micro-batches, {rows} rows):"
+        return "\n    ".join([head, *listed])
+
+
+def check_invariance(
+    steps: Step | Sequence[Step],
+    backend: Backend,
+    cuts: Iterable[Cut],
+    *,
+    rtol: float = 1e-5,
+    shrink: bool = True,
+) -> None:
+    """Check that value, gradient and every metric of each step are the unsplit float64 ones under every cut.
+
+    Args:
+        steps: One step or several.
+        backend: Runs them.
+        cuts: Ways to cut each step. Cuts of one topology run in one group of processes.
+        rtol: Largest relative difference; see `differences`.
+        shrink: After a failure, look for fewer rows that still fail, and show those.
+
+    Raises:
+        AssertionError: a cut fails. The message shows the smallest: the fewest ranks, then micro-batches, then rows.
+        UserError: a step or a cut that the backend refuses.
+        WorldError: a rank failed, or did not finish in time.
+    """
+    steps = [steps] if isinstance(steps, Step) else list(steps)
+    jobs = [(step, cut) for step in steps for cut in cuts] if isinstance(cuts, Sequence) else None
+    if jobs is None:
+        cuts = list(cuts)
+        jobs = [(step, cut) for step in steps for cut in cuts]
+    if not jobs:
+        raise ValueError("nothing to check: give at least one step and one cut")
+    failures = find_failures(jobs, backend, rtol=rtol)
+    if not failures:
+        return
+    smallest = min(failures, key=lambda failure: failure.cut.size(failure.step))
+    if shrink:
+        smallest = drop_rows(smallest, backend, rtol=rtol)
+    raise AssertionError(f"{len(failures)} of {len(jobs)} cuts on {backend} fail; the smallest:\n  {smallest}")
+
+
+def find_failures(jobs: Sequence[tuple[Step, Cut]], backend: Backend, *, rtol: float = 1e-5) -> list[Failure]:
+    """Return the jobs whose outcome differs from the oracle's, in their order."""
+    expected: dict[int, Outcome] = {id(step): expected_outcome(step) for step in {id(s): s for s, _ in jobs}.values()}
+    failures = []
+    for (step, cut), outcome in zip(jobs, backend.run_many(jobs), strict=True):
+        found = differences(expected[id(step)], outcome, rtol=rtol)
+        if found:
+            failures.append(Failure(step, cut, found))
+    return failures
+
+
+def differences(expected: Outcome, got: Outcome, *, rtol: float) -> list[str]:
+    """Say in one line each what differs: value, metrics, gradients.
+
+    A number may differ by rtol * |expected| + 1e-6; a gradient by rtol times the largest of its parameter + 1e-6 times
+    the largest of all, where float32 has put its rounding. A NaN differs from everything.
+    """
+    found = _number_differences({"value": expected.value}, {"value": got.value}, rtol)
+    found += _number_differences(expected.metrics, got.metrics, rtol, prefix="metric ")
+    largest = max(part.abs().max().item() for part in expected.gradient.values())
+    for name, part in expected.gradient.items():
+        error = (got.gradient[name] - part).abs()
+        bound = rtol * part.abs().max().item() + ATOL * largest
+        if not bool((error <= bound).all()):
+            place = int(torch.where(error.isnan(), torch.inf, error).argmax())
+            there = tuple(int(index) for index in torch.unravel_index(torch.tensor(place), part.shape))
+            found.append(
+                f"gradient {name}{list(there)}: expected {part.flatten()[place]:.9g}, "
+                f"got {got.gradient[name].flatten()[place]:.9g}"
+            )
+    return found
+
+
+def _number_differences(expected: dict, got: dict, rtol: float, *, prefix: str = "") -> list[str]:
+    found = [f"{prefix}{name}: expected {value:.9g}, got none" for name, value in expected.items() if name not in got]
+    found += [f"{prefix}{name}: expected none, got {value:.9g}" for name, value in got.items() if name not in expected]
+    return found + [
+        f"{prefix}{name}: expected {value:.9g}, got {got[name]:.9g}"
+        for name, value in expected.items()
+        if name in got and not abs(got[name] - value) <= rtol * abs(value) + ATOL
+    ]
+
+
+def drop_rows(failure: Failure, backend: Backend, *, rtol: float = 1e-5) -> Failure:
+    """Leave out one row after another as long as the cut still fails, and return the last failure."""
+    while len(failure.step.rows) > 1:
+        smaller = [_without_row(failure, index) for index in range(len(failure.step.rows))]
+        try:
+            found = find_failures(smaller, backend, rtol=rtol)
+        except (WorldError, UserError, ZeroDivisionError):
+            return failure  # something else than a wrong number, such as a token mean without a token
+        if not found:
+            return failure
+        failure = found[0]
+    return failure
+
+
+def _without_row(failure: Failure, index: int) -> tuple[Step, Cut]:
+    rows = [row for place, row in enumerate(failure.step.rows) if place != index]
+    held = failure.cut.rows_by_rank(len(failure.step.rows))
+    left = [[row - (row > index) for row in rows_of_rank if row != index] for rows_of_rank in held]
+    return replace(failure.step, rows=rows), replace(failure.cut, rows=left)
