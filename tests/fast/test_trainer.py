@@ -13,7 +13,7 @@ import pytest
 
 from miles.trainer import main
 from miles.utils.types import Sample
-from tests.fast.backends.experimental.fsdp_utils.ranks import fork, run_ranks, run_ranks_to_outcomes
+from tests.fast.backends.experimental.fsdp_utils.ranks import run_forked, run_ranks, run_ranks_to_outcomes
 
 REPOSITORY = Path(__file__).parents[2]
 # The entropy term keeps every gradient away from zero, whatever the rewards.
@@ -153,19 +153,19 @@ def _main_killed_in_rollout(rollout_id, command):
 
 
 def test_ctrl_c(tmp_path):
-    directory, out, err = tmp_path / "run", tmp_path / "out", tmp_path / "err"
-    process = fork(
-        lambda: main([*TINY, "--num-rollout", "100000", "--output-dir", str(directory)]), stdout=out, stderr=err
-    )
-    metrics = directory / "metrics.jsonl"
-    _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, process)
-    os.kill(process.pid, signal.SIGINT)
-    os.kill(process.pid, signal.SIGINT)  # a launcher passes on what the terminal has sent already
-    process.join(timeout=30)
-    assert process.exitcode == 130
-    records = _read_metrics(directory)
-    assert re.match(rf"stopped: \d+ of 100000 rollouts, {len(records)} optimizer steps, ", _summary(out.read_text()))
-    assert "Traceback" not in err.read_text()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def press(process):
+        _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, process)
+        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)  # a launcher passes on what the terminal has sent already
+
+    command = [*TINY, "--num-rollout", "100000", "--output-dir", str(metrics.parent)]
+    status, out, err = run_forked(lambda: main(command), tmp_path, meanwhile=press)
+    assert status == 130, err
+    num_steps = len(_read_metrics(metrics.parent))
+    assert re.match(rf"stopped: \d+ of 100000 rollouts, {num_steps} optimizer steps, ", _summary(out))
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -188,10 +188,8 @@ def test_what_a_person_has_to_mend_is_one_line_and_status_2(tmp_path, monkeypatc
     (tmp_path / "broken.jsonl").write_text('{"input": "1+1=", "label": 2}\n{"input": \n')
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "latest_checkpointed_iteration.txt").write_text("x")
-    process = fork(lambda: main([*TINY, *options]), stdout=tmp_path / "out", stderr=tmp_path / "err")
-    process.join(timeout=30)
-    text = (tmp_path / "err").read_text()
-    assert process.exitcode == 2, text
+    status, _, text = run_forked(lambda: main([*TINY, *options]), tmp_path)
+    assert status == 2, text
     assert "Traceback" not in text
     errors = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0], text
@@ -210,22 +208,18 @@ def test_checkpoints_of_another_run_are_not_written_over(tmp_path):
     save = ["--save", str(tmp_path / "checkpoints")]
     _run(tmp_path / "first", *save, "--num-rollout", "1")
     command = [*TINY, "--output-dir", str(tmp_path / "second"), *save]
-    err = tmp_path / "err"
-    process = fork(lambda: main(command), stdout=tmp_path / "out", stderr=err)
-    process.join(timeout=30)
-    assert process.exitcode == 2
-    assert "holds the checkpoints of another run; continue that run with --load" in err.read_text()
+    status, _, err = run_forked(lambda: main(command), tmp_path)
+    assert status == 2
+    assert "holds the checkpoints of another run; continue that run with --load" in err
 
 
 def test_divergence_stops_with_status_1_and_keeps_the_metrics(tmp_path):
     command = [*TINY, "--lr", "1e30", "--clip-grad", "0", "--output-dir", str(tmp_path / "run")]
-    process = fork(lambda: main(command), stdout=tmp_path / "out", stderr=tmp_path / "err")
-    process.join(timeout=30)
-    text = (tmp_path / "err").read_text()
-    assert process.exitcode == 1, text
-    assert len([line for line in text.splitlines() if line.startswith("error: rollout ")]) == 1
-    assert "Traceback" not in text
-    assert _summary((tmp_path / "out").read_text()).startswith("stopped: ")
+    status, out, err = run_forked(lambda: main(command), tmp_path)
+    assert status == 1, err
+    assert len([line for line in err.splitlines() if line.startswith("error: rollout ")]) == 1
+    assert "Traceback" not in err
+    assert _summary(out).startswith("stopped: ")
 
 
 def fail_on_the_second_rank(args, rollout_id, data_source, model, tokenizer, *, rank, world_size, device):

@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,25 +62,42 @@ def run_ranks_to_outcomes(
             process.join()
 
 
-def fork(function: Callable[[], int], *, stdout: Any, stderr: Any) -> multiprocessing.Process:
-    """Start `sys.exit(function())` in a forked process with its output in two files; the caller joins it."""
+def run_forked(
+    function: Callable[[], int],
+    directory: Path,
+    *,
+    meanwhile: Callable[[Any], None] = lambda process: None,
+    time_limit: float = TIME_LIMIT_SECONDS,
+) -> tuple[int | None, str, str]:
+    """Run `sys.exit(function())` in a forked process, and kill that where it outlasts the limit.
+
+    Args:
+        function: What the process does.
+        directory: Where its output is kept.
+        meanwhile: Called with the process when it has started.
+        time_limit: Seconds.
+
+    Returns:
+        Exit status (negative: the signal that ended it), standard output and standard error.
+    """
+    stdout, stderr = directory / "out", directory / "err"
 
     def run() -> None:
-        for stream, descriptor in ((stdout, 1), (stderr, 2)):
-            os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-        _reopen_standard_streams()
+        for path, descriptor in ((stdout, 1), (stderr, 2)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        # pytest has replaced both streams; what the function prints belongs in the files.
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
         raise SystemExit(function())
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    return process
-
-
-def _reopen_standard_streams() -> None:
-    import sys
-
-    # pytest has replaced both; what the function prints belongs in the files.
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    try:
+        meanwhile(process)
+        process.join(timeout=time_limit)
+    finally:
+        process.kill()
+        process.join()
+    return process.exitcode, stdout.read_text(), stderr.read_text()
 
 
 def _launcher_environment(world_size: int) -> dict[str, str]:
@@ -110,6 +129,3 @@ def _receive(pipe: Any, deadline: float) -> tuple[Any, BaseException | None, str
         return pipe.recv()
     except EOFError as error:
         return None, error, "the rank died without a word"
-
-
-__all__: Sequence[str] = ["fork", "run_ranks", "run_ranks_to_errors", "run_ranks_to_outcomes"]

@@ -73,8 +73,7 @@ def saved(tmp_path_factory):
     return root / "deep", losses[0]
 
 
-@pytest.mark.parametrize("readers", [1, 2])
-@pytest.mark.parametrize("writers", ["1", "2"])
+@pytest.mark.parametrize("writers, readers", [("1", 1), ("1", 2), ("2", 1)])
 def test_any_number_of_processes_continues(saved, writers, readers):
     root, losses = saved
     # Sharding is a layout: every element goes through the same operations, up to the mean over equal ranks.
