@@ -53,18 +53,7 @@ def policy_loss_function(
         ValueError: a column that the configuration needs is missing.
     """
     responses = Responses.of(args, batch)
-    lengths = {key: batch[key] for key in ("total_lengths", "response_lengths")}
-    scored = get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        with_entropy=True,
-        entropy_requires_grad=args.entropy_coef != 0,
-        max_seq_lens=batch.get("max_seq_lens"),
-        loss_masks=batch["loss_masks"],
-        **lengths,
-    )
-    log_probs, entropy = concat(scored["log_probs"]), concat(scored["entropy"])
+    log_probs, entropy = _score(args, batch, logits, entropy_requires_grad=args.entropy_coef != 0)
     use_rollout = getattr(args, "use_rollout_logprobs", False)
     old_log_probs = responses.column("rollout_log_probs" if use_rollout else "log_probs", needed_for="policy loss")
     ppo_kl = old_log_probs - log_probs
@@ -84,10 +73,11 @@ def policy_loss_function(
     pg_reducer = get_pg_loss_reducer(
         args,
         batch,
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
         pg_loss_masks=pg_loss_masks,
         max_seq_lens=batch.get("max_seq_lens"),
         default_reducer=kept_mean,
-        **lengths,
     )
     loss = reduced_pg_loss = pg_reducer(pg_loss)
     per_sample = {"pg_clipfrac": kept_mean(pg_clipfrac), "ppo_kl": kept_mean(ppo_kl)}
@@ -100,6 +90,24 @@ def policy_loss_function(
             loss = loss + args.kl_loss_coef * per_sample["kl_loss"]
     per_sample |= {key: sum_of_sample_mean(value) for key, value in mismatch.items()}
     return loss, _policy_metrics(args, responses, loss, reduced_pg_loss, ppo_kl, per_sample, sum_of_sample_mean)
+
+
+def _score(
+    args: Namespace, batch: RolloutBatch, logits: torch.Tensor, *, entropy_requires_grad: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropies of the response tokens, `[T]` each, 0 at masked positions."""
+    scored = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=True,
+        entropy_requires_grad=entropy_requires_grad,
+        max_seq_lens=batch.get("max_seq_lens"),
+        loss_masks=batch["loss_masks"],
+    )
+    return concat(scored["log_probs"]), concat(scored["entropy"])
 
 
 def _sample_mean(args: Namespace, batch: RolloutBatch, loss_masks: Sequence[torch.Tensor]) -> Reducer:
@@ -257,16 +265,8 @@ def sft_loss_function(
     Returns:
         The loss, and "loss".
     """
-    scored = get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        max_seq_lens=batch.get("max_seq_lens"),
-        loss_masks=batch["loss_masks"],
-    )
-    loss = -sum_of_sample_mean(concat(scored["log_probs"]))
+    log_probs, _ = _score(args, batch, logits)
+    loss = -sum_of_sample_mean(log_probs)
     return loss, {"loss": loss.detach()}
 
 
