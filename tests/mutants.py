@@ -19,17 +19,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYER = "miles/backends/training_utils"
+MEGATRON_UTILS = "miles/backends/megatron_utils"
 TESTS = ("tests/fast/backends/training_utils", "tests/fast/ray")
+FSDP = "tests/fast/testing/test_fsdp_invariance.py::test_every_mode_and_loss"
+MEGATRON = "tests/fast/testing/test_megatron_invariance.py::test_every_mode_and_loss"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One defect: in `file`, `old` becomes `new`."""
+    """One defect: in `file`, `old` becomes `new`; `tests` are those that look for it."""
 
     name: str
     file: str
     old: str
     new: str
+    tests: tuple[str, ...] = TESTS
 
 
 MUTANTS = [
@@ -83,6 +87,83 @@ MUTANTS = [
         "    weights = mask.to(torch.float64) / _per_token(denominators, loss_masks)",
         "    active = torch.ones_like(active)\n"
         "    weights = torch.ones_like(mask, dtype=torch.float64) / _per_token(denominators, loss_masks)",
+    ),
+    Mutant(
+        "num_tokens dropped",
+        f"{LAYER}/loss.py",
+        "    normalizer = num_tokens if per_token else torch.ones_like(num_tokens)",
+        "    normalizer = torch.ones_like(num_tokens)",
+        (f"{MEGATRON}[dp1]", f"{MEGATRON}[dp2]"),
+    ),
+    Mutant(
+        "cp factor missing",
+        f"{LAYER}/loss.py",
+        "        return loss * state.cp.size",
+        "        return loss",
+        (f"{MEGATRON}[dp2]", f"{MEGATRON}[cp2]"),
+    ),
+    Mutant(
+        "cp factor doubled",
+        f"{LAYER}/loss.py",
+        "        return loss * state.cp.size",
+        "        return loss * state.cp.size * state.cp.size",
+        (f"{MEGATRON}[dp2]", f"{MEGATRON}[cp2]"),
+    ),
+    Mutant(
+        "full-mask counts on every CP rank (metrics)",
+        f"{LAYER}/log_utils.py",
+        "        key: value * state.cp.size / normalizer",
+        "        key: value / normalizer",
+        (f"{MEGATRON}[dp2]", f"{MEGATRON}[cp2]"),
+    ),
+    Mutant(
+        "full-mask counts on every CP rank (sample mean)",
+        f"{LAYER}/loss.py",
+        "    factor = num_microbatches * state.intra_dp_cp.size if megatron else state.intra_dp.size",
+        "    factor = num_microbatches * state.intra_dp.size if megatron else state.intra_dp.size",
+        (f"{MEGATRON}[dp2]", f"{MEGATRON}[cp2]"),
+    ),
+    Mutant(
+        "two-tuple loss",
+        f"{MEGATRON_UTILS}/actor.py",
+        "            return loss_function(self.args, batch, num_microbatches, logits, ",
+        "            return (lambda scaled, count, log: (scaled, log))(\n"
+        "                *loss_function(self.args, batch, num_microbatches, logits, True)\n"
+        "            )\n"
+        "            dict(",
+        (f"{MEGATRON}[dp1]", f"{MEGATRON}[dp2]"),
+    ),
+    Mutant(
+        "num_microbatches factor missing",
+        f"{LAYER}/loss.py",
+        "    factor = num_microbatches * state.intra_dp_cp.size if megatron else state.intra_dp.size",
+        "    factor = state.intra_dp_cp.size if megatron else state.intra_dp.size",
+        (f"{MEGATRON}[dp1]",),
+    ),
+    Mutant(
+        "logged tensors not cloned",
+        f"{MEGATRON_UTILS}/actor.py",
+        "            return loss_function(self.args, batch, num_microbatches, logits, ",
+        "            scaled, count, log = loss_function(self.args, batch, num_microbatches, logits, True)\n"
+        "            place = ('normalizers' not in log) + log['keys'].index('loss') if 'loss' in log['keys'] else 0\n"
+        "            scaled.data = log['values'][place]  # one storage for what is logged and what Megatron divides\n"
+        "            return scaled, count, log\n"
+        "            dict(",
+        (f"{MEGATRON}[dp1]",),
+    ),
+    Mutant(
+        "last-stage metrics summed over pipeline ranks",
+        f"{MEGATRON_UTILS}/actor.py",
+        "        return carrier[0]",
+        "        return {key: value * pp.size for key, value in carrier[0].items()}",
+        (f"{MEGATRON}[dp1]", f"{MEGATRON}[pp2]"),
+    ),
+    Mutant(
+        "prompt scale left out",
+        f"{LAYER}/loss_aggregation.py",
+        "    return prompt_mask_sums.clamp_min(1).to(torch.float64) * prompts_per_sample",
+        "    return prompt_mask_sums.clamp_min(1).to(torch.float64)",
+        (f"{FSDP}[2]", f"{MEGATRON}[dp2]"),
     ),
 ]
 APPENDED = {
@@ -138,14 +219,15 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> list[str]:
     run = subprocess.run([*command, *tests], cwd=tree, capture_output=True, text=True)
     if run.returncode not in (0, 1):
         raise SystemExit(run.stdout[-3000:] + run.stderr[-3000:])
-    return re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+)", run.stdout, flags=re.MULTILINE)
+    return re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, flags=re.MULTILINE)
 
 
 def report(mutant: Mutant | None, failures: list[str]) -> None:
-    """Print what caught the mutant: the number of failing cases of each test function."""
+    """Print what caught the mutant: each failing case of the harness, the number of them of other test functions."""
     name = "unchanged tree" if mutant is None else mutant.name
     print(f"{name}: {len(failures)} failing cases{'' if failures or mutant is None else ', NOT CAUGHT'}")
-    for test, count in collections.Counter(failures).most_common():
+    shown = [test if test.startswith((FSDP, MEGATRON)) else test.partition("[")[0] for test in failures]
+    for test, count in collections.Counter(shown).most_common():
         print(f"    {count:4d}  {test.removeprefix('tests/fast/')}")
     sys.stdout.flush()
 
@@ -154,7 +236,7 @@ def main() -> int:
     """Run the chosen mutants (all of them by default) after checking that the unchanged tree passes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="mutants to run, by any part of their names")
-    parser.add_argument("--tests", nargs="*", default=TESTS, help="what to run on each")
+    parser.add_argument("--tests", nargs="*", help="what to run on each, in place of the tests that look for it")
     parser.add_argument("--skip-unchanged", action="store_true", help="do not run the unchanged tree first")
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.names or any(name in m.name for name in options.names)]
@@ -170,7 +252,8 @@ def main() -> int:
             shutil.copy(ROOT / "pyproject.toml", tree)
             if mutant is not None:
                 (tree / mutant.file).write_text(mutated(mutant, tree))
-            failures = run_tests(tree, tuple(options.tests))
+            usual = mutant.tests if mutant else tuple(dict.fromkeys(test for one in chosen for test in one.tests))
+            failures = run_tests(tree, tuple(options.tests or usual))
         report(mutant, failures)
         if mutant is None and failures:
             raise SystemExit("the unchanged tree fails; a mutant would prove nothing")

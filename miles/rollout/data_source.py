@@ -78,7 +78,8 @@ def build_data_source(args: Namespace, tokenizer: Tokenizer) -> DataSource:
 
     Raises:
         UserError: the file is missing, empty, or has a line that is not an object with a text under the input key
-            (and a text or number under the label key), or a prompt leaves no room for the response.
+            (and a text or number under the label key), both of characters that UTF-8 has, or a prompt leaves no room
+            for the response.
     """
     if args.prompt_data:
         prompts = read_prompts(args.prompt_data, args.input_key, args.label_key)
@@ -146,7 +147,7 @@ def _parse_line(path: str, number: int, line: bytes, input_key: str, label_key: 
     where = f"--prompt-data {path}, line {number}"
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets within brackets
         raise UserError(f"{where}: not JSON ({error}); expected one object a line") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
@@ -157,6 +158,8 @@ def _parse_line(path: str, number: int, line: bytes, input_key: str, label_key: 
     if not isinstance(text, str) or not text:
         raise UserError(f"{where}: {input_key!r} must be a text of at least one character, got {text!r}")
     label = None if label_key is None else _label_text(where, label_key, row[label_key])
+    _check_encodable(where, input_key, text)
+    _check_encodable(where, label_key, label or "")
     return Prompt(text, label, {key: value for key, value in row.items() if key not in (input_key, label_key)})
 
 
@@ -164,6 +167,16 @@ def _label_text(where: str, label_key: str, label: Any) -> str:
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise UserError(f"{where}: {label_key!r} must be a text or a number, got {label!r}")
     return str(label)
+
+
+def _check_encodable(where: str, key: str | None, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: {key!r} has {text[error.start]!r} at character {error.start}, half of a surrogate pair, which "
+            "no text can hold alone; write both halves or the character itself"
+        ) from error
 
 
 def _check_prompt_fits(where: str, text: str, tokenizer: Tokenizer, args: Namespace) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,26 +20,37 @@ from miles.testing.token_values import FOLLOWS_MODE, PER_TOKEN_ONLY, Term, row_t
 from miles.testing.train_data import make_args, row_tokens
 
 
+@lru_cache(maxsize=64)
 def expected_outcome(step: Step) -> Outcome:
     """Return what any cut of the step has to come to."""
     args = make_args(step, Cut())
     model = build_seeded_gpt(args, VOCAB_SIZE, torch.device("cpu")).double()
+    rewards = [row.advantage for row in step.rows]
+    if args.normalize_advantages:
+        step = replace(step, rows=_whiten(step.rows))
     scores = [score_row(model, row_tokens(step, i), row, args.rollout_temperature) for i, row in enumerate(step.rows)]
     terms = [row_terms(args, step, row, score) for row, score in zip(step.rows, scores, strict=True)]
-    loss = torch.zeros((), dtype=torch.float64)
+    # Without an active token the gradient is zero, and still there.
+    loss = sum((0.0 * score.logits.sum() for score in scores), torch.zeros((), dtype=torch.float64))
     metrics = {}
     for name, first in terms[0].items():
         average = aggregate(step, [row[name].values for row in terms], _mode_of(first, step.mode))
         metrics[name] = average.item()
         if first.weight:
             loss = loss + first.weight * average
-    # A loss function may call its loss something else ("value_loss"), or "loss" besides a part of it ("pg_loss").
-    if "value_loss" not in metrics:
-        metrics["loss"] = loss.item()
+    metrics["loss"] = loss.item()
     loss.backward()
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
     metrics["grad_norm"] = math.sqrt(sum(part.square().sum().item() for part in gradient.values()))
-    return Outcome(loss.item(), gradient, metrics | _rollout_metrics(step, scores))
+    return Outcome(loss.item(), gradient, metrics | _rollout_metrics(step, scores, rewards))
+
+
+def _whiten(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with advantages of mean 0 and (unbiased) variance 1 over the step's active tokens."""
+    each = [row.advantage for row in rows for bit in row.mask if bit]
+    mean = sum(each) / max(len(each), 1)
+    variance = sum((advantage - mean) ** 2 for advantage in each) / max(len(each) - 1, 1)
+    return [replace(row, advantage=(row.advantage - mean) / math.sqrt(variance + 1e-8)) for row in rows]
 
 
 def score_row(model: GPT, tokens: list[int], row: Row, temperature: float) -> Scores:
@@ -70,19 +83,15 @@ def aggregate(step: Step, columns: Sequence[Tensor], mode: str) -> Tensor:
         mode: A value of `--loss-aggregation`.
     """
     rows = step.rows
+    rollouts = [("row", i) if row.rollout is None else row.rollout for i, row in enumerate(rows)]
     if mode == "sample_mean":
-        return _mean_over(rows, columns, [i if row.rollout is None else ("shared", row.rollout) for i, row in _of(rows)])
+        return _mean_over(rows, columns, rollouts)
     if mode == "prompt_mean":
         return _mean_over(rows, columns, [row.group for row in rows])
     total, num_tokens = _sum_over(rows, columns, range(len(rows)))
     if mode == "token_mean":
         return total / num_tokens
-    num_rollouts = len({i if row.rollout is None else ("shared", row.rollout) for i, row in _of(rows)})
-    return total / (step.divisor * num_rollouts)
-
-
-def _of(rows: Sequence[Row]) -> list[tuple[int, Row]]:
-    return list(enumerate(rows))
+    return total / (step.divisor * len(set(rollouts)))
 
 
 def _mean_over(rows: Sequence[Row], columns: Sequence[Tensor], keys: Sequence[Hashable]) -> Tensor:
@@ -105,12 +114,12 @@ def _sum_over(rows: Sequence[Row], columns: Sequence[Tensor], members: Sequence[
     return total, num_tokens
 
 
-def _rollout_metrics(step: Step, scores: Sequence[Scores]) -> dict[str, float]:
+def _rollout_metrics(step: Step, scores: Sequence[Scores], rewards: Sequence[float]) -> dict[str, float]:
     """The rollout's log: means over rows of what each row is, and of the token mean of its columns."""
     rows = step.rows
     each = {
-        "rewards": [row.advantage for row in rows],
-        "raw_reward": [row.advantage for row in rows],
+        "rewards": rewards,
+        "raw_reward": rewards,
         "response_lengths": [row.response_length for row in rows],
         "total_lengths": [row.total_length for row in rows],
         "truncated": [0 for _ in rows],

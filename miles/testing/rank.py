@@ -1,4 +1,4 @@
-"""One process's part in a step: the way of `TrainActor.train` up to the gradient, which is then taken instead of used."""
+"""One process's part in a step: the way of `TrainActor.train` up to the gradient, which is taken instead of used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_jobs_on_rank(jobs: Sequence[Prepared], gather_gradient: GatherGradient) 
             actor.args = args
             metrics = run_step(actor, shards[get_parallel_state().intra_dp.rank])
             gradient = {name: part.cpu().numpy() for name, part in gather_gradient(actor).items()}
-            results.append((metrics.get("loss", metrics.get("value_loss")), gradient, metrics))
+            results.append((metrics["loss"], gradient, metrics))
     return results
 
 

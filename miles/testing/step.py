@@ -35,7 +35,7 @@ class Row:
 
     Attributes:
         mask: T entries 0 and 1; an active token is 1.
-        tokens: Prompt and response, ids from 0 to `VOCAB_SIZE - 1`; None: made up, `prompt_length` before the response.
+        tokens: Prompt and response, ids from 0 to `VOCAB_SIZE - 1`; None: made up, with `prompt_length`.
         prompt_length: Prompt tokens where `tokens` are made up, at least 1.
         group: Prompt group that the row belongs to.
         rollout: Rollout that the row is a part of; None: it is a rollout of its own.
@@ -106,6 +106,8 @@ class Step:
     options: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(self.rows))
+        object.__setattr__(self, "options", tuple(self.options))
         if not self.rows:
             raise ValueError("a step needs at least one row")
         if isinstance(self.loss, str) and self.loss not in ("policy", "sft", "value"):

@@ -86,9 +86,10 @@ def _policy_terms(args: Namespace, row: Row, scores: Scores) -> dict[str, Term]:
     surrogate = torch.where(clipped > unclipped, clipped, unclipped)
     if args.eps_clip_c is not None and row.advantage < 0:
         surrogate = surrogate.clamp(max=-args.eps_clip_c * row.advantage)
-    mismatch = _mismatch_terms(row, old)
+    trained = old if row.log_probs is None else _column(row, "log_probs")
+    mismatch = _mismatch_terms(row, trained)
     if args.use_tis:
-        tis = (old - _column(row, "rollout_log_probs")).exp()
+        tis = (trained - _column(row, "rollout_log_probs")).exp()
         kept = tis.clamp(args.tis_clip_low, args.tis_clip)
         surrogate = surrogate * kept
         mismatch |= {"tis": Term(tis), "tis_abs": Term((tis - 1).abs()), "tis_clipfrac": Term((kept != tis).double())}
@@ -113,10 +114,11 @@ def _old_log_probs(args: Namespace, row: Row, scores: Scores) -> Tensor:
     return scores.log_probs.detach() if row.log_probs is None else _column(row, "log_probs")
 
 
-def _mismatch_terms(row: Row, old: Tensor) -> dict[str, Term]:
+def _mismatch_terms(row: Row, trained: Tensor) -> dict[str, Term]:
+    """How far the engine that sampled is from the one that trains, before the step."""
     if row.rollout_log_probs is None:
         return {}
-    log_ratio = _column(row, "rollout_log_probs") - old
+    log_ratio = _column(row, "rollout_log_probs") - trained
     return {
         "train_rollout_logprob_abs_diff": Term(log_ratio.abs()),
         "train_rollout_kl": Term((torch.exp(-log_ratio) - 1 + log_ratio).clamp(-10, 10)),

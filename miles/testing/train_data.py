@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
-from miles.testing.step import VOCAB_SIZE, Cut, CustomLoss, Step
+from miles.testing.step import VOCAB_SIZE, CustomLoss, Cut, Step
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
 

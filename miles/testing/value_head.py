@@ -23,4 +23,5 @@ def first_logit_value_loss(
     """
     if get_parallel_state().tp.size > 1:
         raise UserError("a value head is not split over tensor-parallel ranks; check the value loss with tp 1")
-    return value_loss_function(args, batch, logits[..., :1], sum_of_sample_mean)
+    loss, metrics = value_loss_function(args, batch, logits[..., :1], sum_of_sample_mean)
+    return loss, {"loss": loss.detach(), **metrics}

@@ -94,7 +94,7 @@ def _collect(receivers: list[Connection], time_limit: float) -> list[Any]:
                 errors[rank] = error
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     if not errors and waiting:
-        errors = {rank: f"did not finish within {time_limit:g} s and was killed" for rank in waiting.values()}
+        errors = dict.fromkeys(waiting.values(), f"did not finish within {time_limit:g} s and was killed")
     if errors:
         raise WorldError(
             "\n".join(f"rank {rank} of {len(receivers)}: {text}" for rank, text in sorted(errors.items()))

@@ -90,10 +90,11 @@ def load_custom_config(path: str) -> dict[Any, Any]:
         config = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_ConfigLoader)  # a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --custom-config-path {path}: {error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or an integer that YAML's grammar admits
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that YAML's grammar admits
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        reason = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise UserError(f"{path}{line}: not valid YAML: {reason}") from error
     if config is None:
         return {}
     if not isinstance(config, dict):

@@ -54,8 +54,10 @@ def find_latest_checkpoint(root: Path) -> Path | None:
     """Return the folder that the tracker of `root` names, or None where there is no tracker.
 
     Raises:
-        UserError: the tracker is not a number, or names a checkpoint that is not there.
+        UserError: `root` is a file, the tracker is not a number, or names a checkpoint that is not there.
     """
+    if root.exists() and not root.is_dir():
+        raise UserError(f"{root} is a file; checkpoints stand in a folder, as --save writes it")
     tracker = root / TRACKER_NAME
     if not tracker.exists():
         return None
@@ -69,6 +71,18 @@ def find_latest_checkpoint(root: Path) -> Path | None:
             "number of one that is there into the file"
         )
     return folder
+
+
+def make_root(root: Path) -> None:
+    """Make the folder of `--save` before anything is trained that could not be saved.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write a checkpoint under {root} (--save): {error}") from error
 
 
 def read_meta(folder: Path, *, architecture: Mapping[str, Any], flag: str) -> dict[str, Any]:
@@ -119,8 +133,8 @@ def _on_rank_0(action: Callable[[], None]) -> None:
 
 
 def _prepare(root: Path, partial: Path) -> None:
+    make_root(root)
     try:
-        root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob("iter_*.tmp"):
             shutil.rmtree(leftover)
         (partial / STATE_NAME).mkdir(parents=True)

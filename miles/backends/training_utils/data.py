@@ -19,6 +19,9 @@ from miles.utils.types import SHARD_COLUMNS, RolloutBatch
 TOKEN_COLUMNS = {"tokens": torch.int64, "loss_masks": torch.int64, "rollout_log_probs": torch.float32}
 """Columns with one list per row, which become one tensor per row."""
 
+COMPUTED_COLUMNS = ("log_probs", "ref_log_probs", "advantages", "returns", "values")
+"""Columns with one tensor per row that training adds."""
+
 SCALAR_COLUMNS = {"prompt_mask_sums": torch.int64, "rollout_mask_sums": torch.int64, "rollout_counts": torch.int64}
 """Columns with one number per row that the loss reads on the device, which become one tensor."""
 
@@ -92,14 +95,23 @@ class DataIterator:
         self.offset = 0
 
     def get_next(self) -> RolloutBatch:
-        """Return every per-row column of the next micro-batch's rows, and its step's "step_counts"."""
+        """Return every per-row column of the next micro-batch's rows, and its step's "step_counts".
+
+        A micro-batch without rows comes as one row without tokens that counts as no sample, so that whoever handles
+        rows, a plug-in say, need not think of it.
+        """
         rows = self.micro_batch_indices[self.offset]
         num_rows = len(self.rollout_data["tokens"])
         batch: RolloutBatch = {"step_counts": self.step_counts[self.offset]}
         for key, column in self.rollout_data.items():
             if key in SHARD_COLUMNS or not isinstance(column, (list, torch.Tensor)) or len(column) != num_rows:
                 continue
-            batch[key] = column[rows] if isinstance(column, torch.Tensor) else [column[row] for row in rows]
+            if not rows:
+                batch[key] = _blank_entry(key, column)
+            else:
+                batch[key] = column[rows] if isinstance(column, torch.Tensor) else [column[row] for row in rows]
+        if not rows:
+            batch["rollout_counts"] = torch.zeros(1, dtype=torch.int64)
         self.offset += 1
         return batch
 
@@ -107,6 +119,16 @@ class DataIterator:
         """Go back to the first micro-batch and return self."""
         self.offset = 0
         return self
+
+
+def _blank_entry(key: str, column: list[Any] | torch.Tensor) -> list[Any] | torch.Tensor:
+    """Return a column's entry for the one row of an empty micro-batch: no tokens, a length of 0, nothing else."""
+    if isinstance(column, torch.Tensor):
+        return column.new_zeros(1)
+    if key in TOKEN_COLUMNS or key in COMPUTED_COLUMNS:
+        dtype = TOKEN_COLUMNS.get(key, torch.float32)
+        return [column[0].new_zeros(0) if column else torch.zeros(0, dtype=dtype)]
+    return [0 if key.endswith("_lengths") else None]
 
 
 def get_data_iterator(args: Namespace, model: Any, rollout_data: RolloutBatch) -> tuple[list[DataIterator], list[int]]:
@@ -172,7 +194,8 @@ def get_batch(
     """
     batch = data_iterator.get_next()
     rows = batch["unconcat_tokens"] = batch["tokens"]
-    packed = rows or [torch.full((1,), pad_token_id, dtype=torch.int64, device=device)]
+    blank = torch.full((1,), pad_token_id, dtype=torch.int64, device=device)
+    packed = rows if any(row.numel() for row in rows) else [blank]
     cp_size = get_parallel_state().cp.size
     positions = [torch.arange(row.size(0), device=row.device) for row in packed]
     local_rows = [slice_with_cp(row, pad_token_id) for row in packed]

@@ -141,12 +141,19 @@ def aggregate_forward_results(
         args: Unused; the host's signature.
         store_prefix: Put before each column's name ("ref_", say).
     """
-    order = [row for rows in data_iterator.micro_batch_indices for row in rows]
+    schedule = data_iterator.micro_batch_indices
+    order = [row for rows in schedule for row in rows]
     keys = forward_data_store[0].keys() if forward_data_store else ()
     results: dict[str, list[Any]] = {}
     for key in keys:
+        # A micro-batch without rows has the result of the blank row that stood in for them.
+        values = [
+            value
+            for rows, store in zip(schedule, forward_data_store, strict=True)
+            for value in store[key][: len(rows)]
+        ]
         rows: list[Any] = [None] * len(order)
-        for row, value in zip(order, (value for store in forward_data_store for value in store[key]), strict=True):
+        for row, value in zip(order, values, strict=True):
             rows[row] = value
         results[store_prefix + key] = rows
     return results

@@ -26,6 +26,7 @@ from miles.backends.training_utils.loss_aggregation import LossAggregation, Redu
 from miles.backends.training_utils.loss_hub.advantages import compute_advantages, normalize_advantages
 from miles.backends.training_utils.loss_hub.losses import get_loss_function
 from miles.backends.training_utils.parallel import get_parallel_state
+from miles.utils.errors import UserError
 from miles.utils.types import RolloutBatch
 
 LogDict = dict[str, Any]
@@ -107,16 +108,31 @@ def loss_function(
         ValueError: a column is missing, or the mode does not exist.
     """
     per_token = LossAggregation.of(args) is LossAggregation.TOKEN_MEAN
-    reducer = _default_reducer(args, batch, per_token=per_token and args.loss_type != "policy_loss")
-    loss, metrics = get_loss_function(args)(args, batch, logits, reducer)
+    reducer = _default_reducer(args, batch, per_token=per_token)
+    loss, metrics = _checked_loss(args, get_loss_function(args)(args, batch, logits, reducer))
     # An empty micro-batch still has to reach every parameter, or the other ranks wait for its gradients. A sum over no
     # elements is 0 with a zero gradient, whatever the logits hold.
     loss = loss + logits.reshape(-1)[:0].sum()
     num_tokens = get_active_token_count(batch["loss_masks"]).to(logits.device)
     normalizer = num_tokens if per_token else torch.ones_like(num_tokens)
     scaled = _scale(args, batch, loss, num_microbatches, per_token=per_token, megatron=apply_megatron_loss_scaling)
-    plain_is_token = per_token and args.loss_type != "policy_loss"
-    return scaled, normalizer, _log_dict(metrics, _num_samples(batch), num_tokens, plain_is_token=plain_is_token)
+    return scaled, normalizer, _log_dict(metrics, _num_samples(batch), num_tokens, plain_is_token=per_token)
+
+
+def _checked_loss(args: Namespace, result: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Return a loss function's result, after holding a custom one to its contract."""
+    if args.loss_type != "custom_loss":
+        return result
+    wanted = f"{args.custom_loss_function_path} must return (loss, metrics)"
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise UserError(f"{wanted}, a scalar tensor and a dictionary; got {type(result).__name__}")
+    for name, value in [("the loss", result[0]), *result[1].items()]:
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UserError(f"{wanted} with {name} a scalar tensor; got {got}")
+    if "loss" not in result[1]:
+        raise UserError(f"{wanted} with 'loss' among the metrics; got {', '.join(result[1]) or 'none'}")
+    return result[0].reshape(()), result[1]
 
 
 def _default_reducer(args: Namespace, batch: RolloutBatch, *, per_token: bool) -> Reducer:

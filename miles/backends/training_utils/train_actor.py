@@ -16,6 +16,7 @@ from miles.backends.training_utils.data import DataIterator, get_batch, get_data
 from miles.backends.training_utils.log_utils import log_rollout_data, log_train_step
 from miles.backends.training_utils.loss import compute_advantages_and_returns
 from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy
+from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.process_group import World
 from miles.utils.distributed_utils import all_gather_objects, on_every_rank
 from miles.utils.errors import UserError
@@ -40,8 +41,8 @@ class TrainActor(abc.ABC):
         """Build the model from `args.seed`, or from the newest checkpoint of `args.load`; every rank calls this.
 
         Raises:
-            UserError: a checkpoint is damaged, missing (`--ref-load`) or of another architecture, or `--save` names
-                the folder of another run.
+            UserError: a custom reducer breaks its contract, a checkpoint is damaged, missing (`--ref-load`) or of
+                another architecture, `--save` cannot be written or names the folder of another run.
         """
         self.args = args
         self.world = world
@@ -51,6 +52,7 @@ class TrainActor(abc.ABC):
         self.num_steps_done = 0
         self.report: Callable[[str], None] = lambda phase: None
         self._replica: GPT | None = None
+        probe_pg_loss_reducer(args)
         self._build()
         self._refuse_foreign_save_folder()
         self._load()
@@ -201,6 +203,8 @@ class TrainActor(abc.ABC):
     def _refuse_foreign_save_folder(self) -> None:
         """Keep a run from mixing its checkpoints with those of another."""
         save, load = self.args.save, self.args.load
+        if save is not None:
+            on_every_rank(lambda: checkpoint.make_root(Path(save)))
         if save is None or (load and Path(load).resolve() == Path(save).resolve()):
             return
         if find_checkpoint(Path(save)) is not None:

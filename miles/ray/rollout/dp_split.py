@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.ray.rollout.row_checks import check_columns
 from miles.ray.rollout.row_ids import first_occurrences
 from miles.utils.errors import UserError
 from miles.utils.seqlen_balancing import get_seqlen_balanced_partitions
@@ -174,18 +175,18 @@ def validate_train_data(args: Namespace, data: dict[str, Any], *, dp_size: int) 
     """Check what a trainer needs of a whole rollout before it computes anything.
 
     Args:
-        args: Reads `global_batch_size` and the aggregation mode.
+        args: Reads `global_batch_size`, the aggregation mode and, for the policy loss, the options that need the
+            rollout's log-probs.
         data: Columns, from `convert_samples_to_train_data` or a custom conversion.
         dp_size: Number of data-parallel ranks.
 
     Raises:
-        UserError: a needed column is missing or has another length; a row without a prompt token; a number of
-            rollouts that does not divide into steps, or steps that do not divide over the ranks.
+        UserError: a needed column is missing, or a column holds what `check_columns` refuses; a row without a prompt
+            token; a number of rollouts that does not divide into steps, or steps that do not divide over the ranks.
     """
+    check_columns(data)
+    _check_rollout_log_probs(args, data)
     num_rows = len(data["tokens"])
-    for key in ("response_lengths", "loss_masks", "rewards"):
-        if len(data.get(key, ())) != num_rows:
-            raise UserError(f"train data needs {key} for each of {num_rows} rows, got {len(data.get(key, ()))}")
     for row, (tokens, response_length) in enumerate(zip(data["tokens"], data["response_lengths"], strict=True)):
         if len(tokens) <= response_length:
             raise UserError(
@@ -203,4 +204,20 @@ def validate_train_data(args: Namespace, data: dict[str, Any], *, dp_size: int) 
         raise UserError(
             f"global_batch_size {args.global_batch_size} is not divisible by the {dp_size} data-parallel ranks; "
             "change --global-batch-size or the number of processes"
+        )
+
+
+def _check_rollout_log_probs(args: Namespace, data: dict[str, Any]) -> None:
+    """Check that an option of the policy loss that needs the rollout's log-probs has them."""
+    if getattr(args, "loss_type", "policy_loss") != "policy_loss" or "rollout_log_probs" in data:
+        return
+    needing = ["use_rollout_logprobs"]
+    if getattr(args, "custom_tis_function_path", None) is None:
+        needing += ["use_tis", "get_mismatch_metrics"]
+    flags = ["--" + name.replace("_", "-") for name in needing if getattr(args, name, False)]
+    if flags:
+        raise UserError(
+            f"{', '.join(flags)}: the policy loss then needs the rollout's log-probs, and the samples carry none; set "
+            "Sample.rollout_log_probs on every sample (in a custom conversion the column rollout_log_probs), or leave "
+            "the option out"
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
+from miles.ray.rollout.row_checks import finite_number
 from miles.ray.rollout.row_ids import name_of, rollout_ids_of
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
@@ -21,7 +21,12 @@ def post_process_rewards(
     samples: Sequence[Sample],
     custom_reward_post_process_func: RewardPostProcess | None,
 ) -> tuple[list[float], list[float]]:
-    """Return raw rewards and the rewards that advantages are made of."""
+    """Return raw rewards and the rewards that advantages are made of.
+
+    Raises:
+        UserError: a reward, raw or processed, is no finite number or larger than float32 holds (which also keeps the
+            group normalization, in float64, from overflowing); the message names the sample.
+    """
     if custom_reward_post_process_func is not None:
         return _checked_pair(custom_reward_post_process_func(args, samples), samples)
     raw_rewards = [_checked_reward(args, sample, position) for position, sample in enumerate(samples)]
@@ -37,42 +42,29 @@ def _checked_reward(args: Namespace, sample: Sample, position: int) -> float:
         raise UserError(
             f"{name_of(sample, position)} has no reward {args.reward_key!r} in {sample.reward!r}"
         ) from error
-    return _finite(reward, f"{name_of(sample, position)} has reward")
-
-
-def _finite(reward: Any, what: str) -> float:
-    """Return a reward as a float: any finite number, a truth value or a 0-d tensor among them."""
-    try:
-        number = math.nan if isinstance(reward, (str, bytes)) else float(reward)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise UserError(
-            f"{what} {reward!r}; a reward must be a finite number (choose one of several named rewards with "
-            "--reward-key)"
-        )
-    return number
+    hint = "; choose one of several named rewards with --reward-key" if isinstance(reward, Mapping) else ""
+    return finite_number(reward, f"{name_of(sample, position)} has reward", hint=hint)
 
 
 def _checked_pair(result: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
     """Return what a custom post-processing made, as two lists of one finite number for each sample."""
     hook = "--custom-reward-post-process-path must return (raw_rewards, rewards), one number for each sample"
-    if (
-        not isinstance(result, (tuple, list))
-        or len(result) != 2
-        or any(not hasattr(part, "__len__") for part in result)
-    ):
+    if not isinstance(result, (tuple, list)) or len(result) != 2 or not all(_is_list_like(part) for part in result):
         raise UserError(f"{hook}; got {type(result).__name__}")
     if any(len(part) != len(samples) for part in result):
         raise UserError(f"{hook}; got {len(result[0])} and {len(result[1])} for {len(samples)} samples")
     raw_rewards, rewards = (
         [
-            _finite(value, f"{name_of(sample, position)} got from the custom post-processing the reward")
+            finite_number(value, f"{name_of(sample, position)} got from the custom post-processing the reward")
             for position, (sample, value) in enumerate(zip(samples, part, strict=True))
         ]
         for part in result
     )
     return raw_rewards, rewards
+
+
+def _is_list_like(part: Any) -> bool:
+    return hasattr(part, "__len__") and not isinstance(part, (Mapping, Set)) and getattr(part, "ndim", 1) == 1
 
 
 def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards: Sequence[float]) -> list[float]:
@@ -95,7 +87,8 @@ def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards:
             centred = centred / (rewards.std() + 1e-6)
         for rows, value in zip(rollouts.values(), centred.tolist(), strict=True):
             for row in rows:
-                normalized[row] = value
+                name = f"{name_of(samples[row], row)} got from the normalization of its group the reward"
+                normalized[row] = finite_number(value, name)
     return normalized
 
 

@@ -10,9 +10,8 @@ it is deterministic. Columns that the loss layer adds to the host's:
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
@@ -23,6 +22,13 @@ from miles.ray.rollout.dp_split import (
     validate_train_data,
 )
 from miles.ray.rollout.rewards import RewardPostProcess, post_process_rewards
+from miles.ray.rollout.row_checks import (
+    check_id,
+    check_tokens,
+    checked_log_probs,
+    checked_loss_mask,
+    finite_number,
+)
 from miles.ray.rollout.row_ids import first_occurrences, name_of, rollout_ids_of
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
@@ -59,7 +65,8 @@ def convert_samples_to_train_data(
         `prompt_mask_sums` under `prompt_mean`.
 
     Raises:
-        UserError: what a sample holds cannot be trained on; the message names the sample.
+        UserError: what a sample holds cannot be trained on; the message names the sample. What a custom conversion
+            returns is left to `validate_train_data`.
     """
     if custom_convert_samples_to_train_data_func is not None:
         return custom_convert_samples_to_train_data_func(args, samples)
@@ -78,12 +85,15 @@ def convert_samples_to_train_data(
     }
     for key in ("raw_reward", "round_number"):
         if all(key in (sample.metadata or ()) for sample in samples):
-            train_data[key] = [sample.metadata[key] for sample in samples]
+            train_data[key] = [
+                finite_number(sample.metadata[key], f"{name_of(sample, position)} has metadata[{key!r}]")
+                for position, sample in enumerate(samples)
+            ]
     if any(sample.train_metadata is not None for sample in samples):
         train_data["metadata"] = [sample.train_metadata for sample in samples]
     if any(sample.rollout_log_probs is not None for sample in samples):
         train_data["rollout_log_probs"] = [
-            _checked_log_probs(sample, mask, position)
+            checked_log_probs(name_of(sample, position), sample.rollout_log_probs, mask)
             for position, (sample, mask) in enumerate(zip(samples, loss_masks, strict=True))
         ]
     rollout_ids = rollout_ids_of(samples)
@@ -97,43 +107,15 @@ def convert_samples_to_train_data(
 
 def _checked_loss_mask(sample: Sample, position: int) -> list[int]:
     """Return the row's mask as 0/1 integers, or say what is wrong with the row."""
+    name = name_of(sample, position)
+    for field in ("group_index", "rollout_id"):
+        check_id(name, field, getattr(sample, field))
+    if not isinstance(sample.metadata, (Mapping, type(None))):
+        raise UserError(f"{name} has metadata of type {type(sample.metadata).__name__}; it must be a dict or None")
     length = sample.response_length
-    if length < 0 or len(sample.tokens) < length:
-        raise UserError(
-            f"{name_of(sample, position)} has {len(sample.tokens)} tokens, fewer than its response_length {length}; "
-            "tokens must hold the prompt followed by the response"
-        )
-    mask = [1] * length if sample.loss_mask is None else sample.loss_mask
-    if len(mask) != length:
-        raise UserError(
-            f"{name_of(sample, position)} has a loss_mask of length {len(mask)} for a response_length of {length}; "
-            "a mask needs exactly one entry for each response token"
-        )
-    for index, value in enumerate(mask):
-        if value not in (0, 1):
-            raise UserError(
-                f"{name_of(sample, position)} has loss_mask[{index}] = {value!r}; "
-                "a mask holds 0 (masked) and 1 (active)"
-            )
-    return [0] * length if sample.remove_sample else [int(value) for value in mask]
-
-
-def _checked_log_probs(sample: Sample, mask: list[int], position: int) -> list[float]:
-    """Return the row's rollout log-probs, finite wherever the mask is set."""
-    log_probs = sample.rollout_log_probs
-    if log_probs is None or len(log_probs) != sample.response_length:
-        got = "none" if log_probs is None else f"{len(log_probs)}"
-        raise UserError(
-            f"{name_of(sample, position)} has {got} rollout_log_probs for a response_length of "
-            f"{sample.response_length}; give one for each response token on every sample of the rollout, or on none"
-        )
-    for index, (value, active) in enumerate(zip(log_probs, mask, strict=True)):
-        if active and not math.isfinite(value):
-            raise UserError(
-                f"{name_of(sample, position)} has rollout_log_probs[{index}] = {value} at an active token; "
-                "log-probs must be finite wherever the mask is 1"
-            )
-    return list(log_probs)
+    check_tokens(name, sample.tokens, length)
+    mask = [1] * length if sample.loss_mask is None else checked_loss_mask(name, sample.loss_mask, length)
+    return [0] * length if sample.remove_sample else mask
 
 
 def _shared_columns(

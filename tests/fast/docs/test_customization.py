@@ -9,6 +9,7 @@ import torch
 
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import load_pg_loss_reducer
 from miles.trainer import main
+from tests.fast.backends.experimental.fsdp_utils.ranks import run_forked
 
 ROOT = Path(__file__).parents[3]
 TINY = ["--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--hidden-size", "8"]
@@ -58,10 +59,11 @@ def test_documented_reducers(path, expected):
     ],
     ids=lambda options: options[-1].rpartition(".")[2],
 )
-def test_documented_hooks_train(options, tmp_path, capsys):
+def test_documented_hooks_train(options, tmp_path):
     (tmp_path / "run.yaml").write_text("lowest_ratio: 0.1\n")
     run = ["--custom-config-path", "run.yaml", "--output-dir", str(tmp_path / "run")]
-    assert main([*TINY, *options, *run]) == 0, capsys.readouterr()
+    status, _, errors = run_forked(lambda: main([*TINY, *options, *run]), tmp_path)
+    assert status == 0, errors
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 1
 
 

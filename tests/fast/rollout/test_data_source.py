@@ -96,6 +96,9 @@ def test_each_epoch_is_shuffled_anew_by_the_seed(tmp_path: Path) -> None:
         ([{"input": "", "label": "1"}], "line 1: 'input' must be a text of at least one character, got ''"),
         ([{"input": "a", "label": None}], "line 1: 'label' must be a text or a number, got None"),
         ([{"input": "a", "label": True}], "line 1: 'label' must be a text or a number, got True"),
+        (['{"input": "a\\ud800", "label": 1}'], r"line 1: 'input' has '\\ud800' at character 1, half of a surrogate"),
+        (["", '{"input": "a", "label": "\\udfff"}'], r"line 2: 'label' has '\\udfff' at character 0, half of a surr"),
+        (["", 100_000 * "["], r"line 2: not JSON \(maximum recursion depth"),
         ([], "is empty"),
         (["", "  "], "is empty"),
         (
@@ -121,6 +124,11 @@ def test_a_line_that_is_not_utf8(tmp_path: Path) -> None:
     path.write_bytes(b'{"input": "a", "label": "1"}\n{"input": "\xff"}\n')
     with pytest.raises(UserError, match="line 2: not JSON"):
         read_prompts(str(path), "input", "label")
+
+
+def test_both_halves_of_a_surrogate_pair_are_a_character(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", '{"input": "\\ud83d\\ude00", "label": "\\ud83d\\ude00"}')
+    assert read_prompts(path, "input", "label")[1].text == "\N{GRINNING FACE}"
 
 
 def test_missing_file() -> None:

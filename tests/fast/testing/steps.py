@@ -1,6 +1,7 @@
 """The uneven step that the invariance tests cut, and the cuts."""
 
 import random
+from dataclasses import replace
 
 from miles.testing import Cut, Row, Step
 
@@ -47,7 +48,9 @@ def every_step(*options: str, tp: int = 1) -> list[Step]:
     steps = [make_step(mode, "policy", *options) for mode in MODES]
     for loss in ("sft", "value") if tp == 1 else ("sft",):
         steps += [make_step(mode, loss, *options) for mode in ("sample_mean", "token_mean")]
-    return steps
+    # On-policy: the backend computes the old log-probs itself, by forward-only passes.
+    on_policy = [replace(row, log_probs=None) for row in uneven_rows()]
+    return [*steps, make_step("token_mean", "policy", *options, rows=on_policy)]
 
 
 def both_schedules(**sizes: int) -> list[Cut]:

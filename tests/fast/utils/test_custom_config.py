@@ -260,6 +260,8 @@ def test_a_file_that_names_another(parse):
         ("when: 2024-13-45\n", "config.yaml: not valid YAML: month must be in 1..12"),
         ("lr: 0.1\n---\nlr: 0.2\n", "config.yaml, line 2: not valid YAML"),
         ("lr: \x07\n", "config.yaml: not valid YAML"),
+        ("lr: \0\n", "config.yaml: not valid YAML: unacceptable character #x0000: .* position 4$"),
+        ("lr: " + 10_000 * "[", "config.yaml: not valid YAML: maximum recursion depth"),
         ("[lr]: 1\n", "not valid YAML"),
         ("- lr\n- 0.1\n", "the top level must be a mapping .* got a list"),
         ("lr\n", "must be a mapping .* got a str"),
@@ -268,8 +270,9 @@ def test_a_file_that_names_another(parse):
     ],
 )
 def test_a_file_that_is_no_yaml_mapping(parse, text, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         parse(text)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read(tmp_path):

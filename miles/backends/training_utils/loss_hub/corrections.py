@@ -14,6 +14,8 @@ import torch
 
 from miles.backends.training_utils.loss_aggregation import concat
 from miles.backends.training_utils.loss_hub.math_utils import safe_exp
+from miles.utils.errors import UserError
+from miles.utils.types import RolloutBatch
 
 Correction = tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]
 
@@ -79,3 +81,32 @@ def icepop_function(
     inside = (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
     pg_loss, metrics = _correct(pg_loss, ratio, torch.where(inside, ratio, 0.0))
     return pg_loss, loss_masks, metrics
+
+
+def check_correction(path: str, result: Any, batch: RolloutBatch, pg_loss: torch.Tensor) -> Correction:
+    """Return what a custom correction returned, after holding it to its contract.
+
+    Args:
+        path: The function's path, for messages.
+        result: What it returned.
+        batch: The micro-batch that it was called for.
+        pg_loss: The per-token loss that it was given, `[T]`.
+
+    Raises:
+        UserError: it is not `(pg_loss, loss_masks, metrics)` of the right shapes, or a mask holds other than 0 and 1.
+    """
+    wanted = f"{path} must return (pg_loss, loss_masks, metrics)"
+    if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], dict):
+        raise UserError(f"{wanted}; got {type(result).__name__}")
+    corrected, masks, metrics = result
+    for name, value in {"pg_loss": corrected, **metrics}.items():
+        if not isinstance(value, torch.Tensor) or value.shape != pg_loss.shape:
+            got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UserError(f"{wanted} with {name} of shape {tuple(pg_loss.shape)}, a value for each token; got {got}")
+    shapes = [mask.shape for mask in batch["loss_masks"]]
+    if not isinstance(masks, (list, tuple)) or [getattr(mask, "shape", None) for mask in masks] != shapes:
+        raise UserError(f"{wanted} with one mask for each of {len(shapes)} rows, over its whole response")
+    kept = concat(masks)
+    if not ((kept == 0) | (kept == 1)).all():
+        raise UserError(f"{wanted} with masks that hold 0 (rejected) and 1 (kept) only")
+    return corrected, masks, metrics

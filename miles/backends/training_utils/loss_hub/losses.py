@@ -16,7 +16,7 @@ import torch
 
 from miles.backends.training_utils.cp_utils import get_sum_of_sample_mean
 from miles.backends.training_utils.loss_aggregation import LossAggregation, MetricDict, Reducer, concat
-from miles.backends.training_utils.loss_hub.corrections import vanilla_tis_function
+from miles.backends.training_utils.loss_hub.corrections import check_correction, vanilla_tis_function
 from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy, get_values
 from miles.backends.training_utils.loss_hub.math_utils import compute_approx_kl, compute_policy_loss, safe_exp
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import get_pg_loss_reducer
@@ -43,7 +43,7 @@ def policy_loss_function(
         batch: "unconcat_tokens", "total_lengths", "response_lengths", "loss_masks", "advantages", "log_probs" (or
             "rollout_log_probs" under `use_rollout_logprobs`), "ref_log_probs" with `use_kl_loss`.
         logits: `[1, T_all, V]` or `[B, S, V]`.
-        sum_of_sample_mean: The sample-mean reducer.
+        sum_of_sample_mean: The dispatcher's reducer: the sample mean, except under `token_mean`.
 
     Returns:
         The loss and "loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "ess_ratio", and what the optional
@@ -67,6 +67,8 @@ def policy_loss_function(
         getattr(args, "eps_clip_c", None),
     )
     pg_loss, pg_loss_masks, mismatch = _correct_off_policy(args, responses, pg_loss, ppo_kl)
+    if LossAggregation.of(args) is LossAggregation.TOKEN_MEAN:  # the dispatcher's reducer sums tokens then
+        sum_of_sample_mean = _sample_mean(args, batch, batch["loss_masks"])
     kept_mean = sum_of_sample_mean
     if pg_loss_masks is not batch["loss_masks"]:
         kept_mean = _sample_mean(args, batch, pg_loss_masks)
@@ -111,7 +113,7 @@ def _score(
 
 
 def _sample_mean(args: Namespace, batch: RolloutBatch, loss_masks: Sequence[torch.Tensor]) -> Reducer:
-    """Build the sample-mean reducer over masks that a correction has changed."""
+    """Build the sample-mean reducer over masks of one's own."""
     return get_sum_of_sample_mean(
         batch["total_lengths"],
         batch["response_lengths"],
@@ -141,7 +143,7 @@ def _correct_off_policy(
     correct = vanilla_tis_function if path is None else load_function(path)
     needed = "truncated importance sampling (--use-tis, --get-mismatch-metrics)"
     has_rollout = batch.get("rollout_log_probs") is not None
-    corrected, masks, correction_metrics = correct(
+    result = correct(
         args=args,
         pg_loss=pg_loss,
         train_log_probs=responses.per_row(responses.column("log_probs", needed_for=needed)),
@@ -155,6 +157,7 @@ def _correct_off_policy(
         response_lengths=batch["response_lengths"],
         max_seq_lens=batch.get("max_seq_lens"),
     )
+    corrected, masks, correction_metrics = result if path is None else check_correction(path, result, batch, pg_loss)
     metrics["ois"] = safe_exp(-ppo_kl).detach()
     return corrected, masks, {**metrics, **correction_metrics}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,14 +96,16 @@ def load_pg_loss_reducer(
         loss_masks: Passed on, third; `args.calculate_per_token_loss` is the fourth.
 
     Returns:
-        The factory's reducer, which raises UserError where the result is not a scalar tensor.
+        The factory's reducer, which raises UserError where the result is not a scalar tensor or has lost the gradient.
 
     Raises:
-        UserError: the path does not import, or the factory returned something that cannot be called.
+        UserError: the path does not import, takes other arguments, or returned something that cannot be called.
     """
     path = args.custom_pg_loss_reducer_function_path
     per_token = getattr(args, "calculate_per_token_loss", False)
-    reducer = load_function(path)(total_lengths, response_lengths, loss_masks, per_token)
+    factory = load_function(path)
+    check_signature(factory, path, 4, "total_lengths, response_lengths, loss_masks, calculate_per_token_loss")
+    reducer = factory(total_lengths, response_lengths, loss_masks, per_token)
     if not callable(reducer):
         raise UserError(f"{path} must return a callable of per-token values, got {type(reducer).__name__}")
 
@@ -111,6 +114,35 @@ def load_pg_loss_reducer(
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
             raise UserError(f"the reducer of {path} must return a scalar tensor, got {shape}")
+        if values.requires_grad and not result.requires_grad:
+            raise UserError(f"the reducer of {path} must keep the gradient; its result is detached from the values")
         return result.reshape(())
 
     return reduce
+
+
+def check_signature(function: Callable[..., Any], path: str, num_arguments: int, names: str) -> None:
+    """Check that a plug-in can be called with so many positional arguments.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        inspect.signature(function).bind(*[None] * num_arguments)
+    except TypeError as error:
+        raise UserError(f"{path} must take ({names}): {error}") from None
+    except ValueError:  # a built-in that does not tell its signature
+        return
+
+
+def probe_pg_loss_reducer(args: Namespace) -> None:
+    """Try a custom reducer on two rows before anything is computed; without one, do nothing.
+
+    Raises:
+        UserError: what `load_pg_loss_reducer` refuses.
+    """
+    if getattr(args, "custom_pg_loss_reducer_function_path", None) is None:
+        return
+    masks = [torch.tensor([1, 1, 0]), torch.tensor([1])]
+    reducer = load_pg_loss_reducer(args, [5, 3], [3, 1], masks)
+    reducer(torch.tensor([0.5, -1.0, 2.0, 0.25], requires_grad=True))

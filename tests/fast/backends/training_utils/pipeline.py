@@ -80,11 +80,16 @@ def schedules(args: Namespace, rows: Sequence[Row], dp_size: int) -> list[tuple]
     return performed
 
 
+def sample_ids(batch: dict[str, Any]) -> list[int]:
+    """The rows of a micro-batch, without the blank one that stands in for none."""
+    return [index for index in batch["sample_indices"] if index is not None]
+
+
 def _logits(batch: dict[str, Any], rows: Sequence[Row], leaves: list[torch.Tensor]) -> torch.Tensor:
     """Fill the packed positions of the batch with the rows' leaves, and note them for `linear_loss`."""
     assert batch["tokens"].shape == batch["position_ids"].shape
     pieces, index, start = [], [], 0
-    for i in batch["sample_indices"]:
+    for i in sample_ids(batch):
         length = len(chunk_positions(rows[i].total_length, 0, 1))
         piece = torch.zeros(length, 1)
         owned = local_response(rows[i], 0, 1)
@@ -120,7 +125,7 @@ def run_pipeline(
                 total += loss.item()
                 normalizers += int(normalizer)
                 logs.append(log)
-                seen += batch["sample_indices"]
+                seen += sample_ids(batch)
         average = normalizers if megatron and args.calculate_per_token_loss else dp_size
         set_parallel_state(simulated_state(1, 1))
         gradient = [

@@ -12,7 +12,7 @@ from miles.ray.rollout.train_data_conversion import process_rollout_data_shard, 
 from miles.utils.seqlen_balancing import get_seqlen_balanced_partitions, pack_by_token_budget
 from tests.fast.backends.training_utils.harness import train_data_of
 from tests.fast.backends.training_utils.layout import chunk_positions, mode_namespace, simulated_state
-from tests.fast.backends.training_utils.pipeline import schedules
+from tests.fast.backends.training_utils.pipeline import sample_ids, schedules
 from tests.fast.oracle import Row
 
 LENGTHS = [7, 1, 3, 2, 9, 4, 4, 8]
@@ -113,7 +113,7 @@ def test_ranks_agree_on_the_number_of_micro_batches(schedule):
     for dp_size in (3, 5, 9):
         ranks = schedules(args, ROWS, dp_size)
         assert len({tuple(per_step) for *_, per_step in ranks}) == 1
-        rows = [[batch["sample_indices"] for batch in drain(iterator)] for _, _, iterator, _ in ranks]
+        rows = [[sample_ids(batch) for batch in drain(iterator)] for _, _, iterator, _ in ranks]
         assert {len(batches) for batches in rows} == {ranks[0][3][0]}
         assert sorted(i for batches in rows for ids in batches for i in ids) == list(range(8))
         if dp_size == 9:
@@ -196,5 +196,9 @@ def test_an_empty_micro_batch_has_one_pad_token():
     args = namespace(global_batch_size=8)
     _, _, iterator, _ = next(rank for rank in schedules(args, ROWS, 9) if rank[2].micro_batch_indices == [[]])
     batch = data_room.get_batch(iterator, pad_token_id=3)
-    assert batch["tokens"].tolist() == [[3]] and batch["loss_masks"] == [] == batch["unconcat_tokens"]
-    assert batch["response_lengths"] == [] and batch["step_counts"].num_samples == 8
+    assert batch["tokens"].tolist() == [[3]] and [row.shape for row in batch["loss_masks"]] == [(0,)]
+    assert (
+        batch["response_lengths"] == [0]
+        and batch["rollout_counts"].tolist() == [0]
+        and batch["step_counts"].num_samples == 8
+    )

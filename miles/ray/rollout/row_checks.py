@@ -1,0 +1,254 @@
+"""What training needs of a row and of the columns of a rollout, wherever they come from.
+
+Values are looked at as numpy arrays, one array for each row, so that long rows cost little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles.utils.errors import UserError
+
+LARGEST = torch.finfo(torch.float32).max
+"""The largest number that training can hold, about 3.4e38."""
+
+NEEDED_COLUMNS = ("response_lengths", "loss_masks", "rewards")
+
+COUNT_COLUMNS = ("rollout_counts", "rollout_mask_sums", "prompt_counts", "prompt_mask_sums")
+"""Optional columns of one whole number for each row."""
+
+ID_COLUMNS = ("rollout_ids", "prompt_group_indices")
+"""Optional columns of one hashable identity for each row."""
+
+OTHER_COLUMNS = ("rollout_log_probs", "raw_reward", "truncated", "sample_indices", "round_number", "metadata")
+"""The optional columns that are left."""
+
+CUSTOM_CONVERSION = "--custom-convert-samples-to-train-data-path"
+
+
+def check_columns(data: Any) -> None:
+    """Check every column of a rollout's train data, which a custom conversion may have made.
+
+    Raises:
+        UserError: the data is no dict or has no rows; a column is missing, or no list with an entry for each row; a
+            row's tokens, mask or log-probs, or its reward, cannot be trained on.
+    """
+    if not isinstance(data, dict):
+        raise UserError(
+            f"train data must be a dict of columns, got {type(data).__name__}; "
+            f"mend what the function of {CUSTOM_CONVERSION} returns"
+        )
+    if not isinstance(data.get("tokens"), (list, tuple)) or not data["tokens"]:
+        got = (
+            f"{_short(data['tokens'])} ({type(data['tokens']).__name__})"
+            if "tokens" in data
+            else f"the columns {sorted(map(str, data))}"
+        )
+        raise UserError(
+            f"train data needs 'tokens', a list of at least one row of token ids, got {got}; "
+            f"mend what the function of {CUSTOM_CONVERSION} returns"
+        )
+    num_rows = len(data["tokens"])
+    for key in (*NEEDED_COLUMNS, *(key for key in COUNT_COLUMNS + ID_COLUMNS + OTHER_COLUMNS if key in data)):
+        _check_column(key, data.get(key, ()), num_rows)
+    for row, (tokens, length, mask) in enumerate(
+        zip(data["tokens"], data["response_lengths"], data["loss_masks"], strict=True)
+    ):
+        name = f"sample {row}"
+        check_tokens(name, tokens, length)
+        mask = checked_loss_mask(name, mask, length)
+        if "rollout_log_probs" in data:
+            checked_log_probs(name, data["rollout_log_probs"][row], mask)
+        for key in ("rewards", "raw_reward", "truncated", "round_number"):
+            if key in data:
+                finite_number(data[key][row], f"{name} has {key}")
+
+
+def _check_column(key: str, column: Any, num_rows: int) -> None:
+    if not isinstance(column, (list, tuple)):
+        raise UserError(
+            f"train data needs {key} as a list with an entry for each of {num_rows} rows, got "
+            f"{type(column).__name__}; mend what the function of {CUSTOM_CONVERSION} returns"
+        )
+    if len(column) != num_rows:
+        raise UserError(f"train data needs {key} for each of {num_rows} rows, got {len(column)}")
+    if key in COUNT_COLUMNS:
+        checked_values("train data", key, column, "iub", "whole numbers")
+    for row, value in enumerate(column if key in ID_COLUMNS else ()):
+        try:
+            hash(value)
+        except TypeError as error:
+            raise UserError(
+                f"sample {row} has {key} {_short(value)}; an identity must be hashable, such as an integer"
+            ) from error
+
+
+def check_id(name: str, field: str, value: Any) -> None:
+    """Check that an identity of a sample is an integer or None.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if value is not None and not _is_integer(value):
+        raise UserError(f"{name} has {field} {_short(value)} ({type(value).__name__}); it must be an integer or None")
+
+
+def check_tokens(name: str, tokens: Any, response_length: Any) -> None:
+    """Check a row's token ids, and that they are no fewer than its response's.
+
+    Args:
+        name: What messages call the row.
+        tokens: Prompt and response, integers.
+        response_length: How many of them are the response.
+
+    Raises:
+        UserError: naming the row.
+    """
+    if not _is_integer(response_length):
+        raise UserError(
+            f"{name} has response_length {_short(response_length)} ({type(response_length).__name__}); it must be an "
+            "integer, the number of response tokens"
+        )
+    checked_values(name, "tokens", tokens, "iu", "integers")
+    if not 0 <= response_length <= len(tokens):
+        raise UserError(
+            f"{name} has {len(tokens)} tokens for a response_length of {response_length}; "
+            "tokens must hold the prompt followed by the response"
+        )
+
+
+def checked_loss_mask(name: str, mask: Any, response_length: int) -> list[int]:
+    """Return a row's mask as 0/1 integers.
+
+    Args:
+        name: What messages call the row.
+        mask: 0/1 or truth values.
+        response_length: How many it must have.
+
+    Raises:
+        UserError: naming the row.
+    """
+    values = checked_values(name, "loss_mask", mask, "iubf", "0 (masked) and 1 (active)")
+    if len(values) != response_length:
+        raise UserError(
+            f"{name} has a loss_mask of length {len(values)} for a response_length of {response_length}; "
+            "a mask needs exactly one entry for each response token"
+        )
+    wrong = (values != 0) & (values != 1)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise UserError(
+            f"{name} has loss_mask[{index}] = {values[index].item()!r}; a mask holds 0 (masked) and 1 (active)"
+        )
+    return values.astype(np.int64).tolist()
+
+
+def checked_log_probs(name: str, log_probs: Any, mask: Sequence[int]) -> list[float]:
+    """Return a row's rollout log-probs, one for each response token, finite wherever the mask is set.
+
+    Args:
+        name: What messages call the row.
+        log_probs: Nats.
+        mask: The row's mask, as `checked_loss_mask` returns it.
+
+    Raises:
+        UserError: naming the row.
+    """
+    advice = "give one for each response token on every sample of the rollout, or on none"
+    if log_probs is None:
+        raise UserError(f"{name} has no rollout_log_probs, unlike another sample; {advice}")
+    values = checked_values(name, "rollout_log_probs", log_probs, "iuf", "numbers").astype(np.float64)
+    if len(values) != len(mask):
+        raise UserError(f"{name} has {len(values)} rollout_log_probs for a response_length of {len(mask)}; {advice}")
+    wrong = ~(np.abs(values) <= LARGEST) & np.asarray(mask, dtype=bool)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise UserError(
+            f"{name} has rollout_log_probs[{index}] = {values[index].item()} at an active token; "
+            "log-probs must be finite (in float32) wherever the mask is 1"
+        )
+    return values.tolist()
+
+
+def finite_number(value: Any, what: str, *, hint: str = "") -> float:
+    """Return a number as a float: any that float32 can hold, a truth value or a 0-d tensor among them.
+
+    Args:
+        value: The number.
+        what: How the message begins, before the value.
+        hint: How it ends.
+
+    Raises:
+        UserError: it is no number, or not finite, or too large.
+    """
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several values
+        number = math.nan
+    if not abs(number) <= LARGEST:
+        raise UserError(
+            f"{what} {_short(value)}; it must be a finite number, at most {LARGEST:.1e} in magnitude{hint}"
+        )
+    return number
+
+
+def checked_values(name: str, field: str, values: Any, kinds: str, allowed: str) -> np.ndarray:
+    """Return the values of a list (or a 1-D array or tensor) as an array, after checking their type.
+
+    Args:
+        name: What messages call the row.
+        field: What they call the list.
+        values: The list.
+        kinds: Letters of numpy's `dtype.kind` that are admitted.
+        allowed: What they call such values.
+
+    Raises:
+        UserError: it is no list, or one of its values is of another type.
+    """
+    array = _as_array(values)
+    if array is None:
+        raise UserError(
+            f"{name} has {field} {_short(values)} ({type(values).__name__}); it must be a flat list of {allowed}"
+        )
+    if len(array) and array.dtype.kind not in kinds:
+        place = next((place for place, value in enumerate(values) if not _is_of_kind(value, kinds)), None)
+        what = f"{field} of type {array.dtype}" if place is None else f"{field}[{place}] = {_short(values[place])}"
+        raise UserError(f"{name} has {what}; it must be a list of {allowed}")
+    return array
+
+
+def _as_array(values: Any) -> np.ndarray | None:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    if not isinstance(values, (list, tuple, np.ndarray)):
+        return None
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # rows of unequal lengths, tensors that numpy cannot read
+        return np.full(len(values), None)  # of a type that no check admits
+    return array if array.ndim == 1 else None
+
+
+def _is_of_kind(value: Any, kinds: str) -> bool:
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return array.ndim == 0 and array.dtype.kind in kinds
+
+
+def _short(value: Any) -> str:
+    """Return a value as messages show it: on one line, cut off where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,0 +1,96 @@
+"""A plug-in that breaks its contract is named in one clear error, and an empty micro-batch breaks none."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from miles.backends.training_utils.loss import _checked_loss
+from miles.backends.training_utils.loss_hub import pg_loss_reducer
+from miles.backends.training_utils.loss_hub.corrections import check_correction
+from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
+from miles.utils.errors import UserError
+
+MASKS = [torch.tensor([1, 1, 0]), torch.tensor([1])]
+PG_LOSS = torch.arange(4.0)
+
+
+def too_few(total_lengths):
+    return torch.sum
+
+
+def not_callable(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return 3
+
+
+def not_a_scalar(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda values: values
+
+
+def not_a_tensor(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda values: values.sum().item()
+
+
+def detached(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda values: values.sum().detach()
+
+
+def right(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda values: values.sum()
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (too_few, r"must take \(total_lengths, response_lengths, loss_masks, calculate_per_token_loss\)"),
+        (not_callable, "must return a callable of per-token values, got int"),
+        (not_a_scalar, r"must return a scalar tensor, got \(4,\)"),
+        (not_a_tensor, "must return a scalar tensor, got float"),
+        (detached, "must keep the gradient"),
+    ],
+)
+def test_reducers_are_probed_before_training(factory, message):
+    args = Namespace(custom_pg_loss_reducer_function_path=f"{__name__}.{factory.__name__}")
+    with pytest.raises(UserError, match=message):
+        probe_pg_loss_reducer(args)
+
+
+def test_a_right_reducer_and_none_pass_the_probe():
+    probe_pg_loss_reducer(Namespace(custom_pg_loss_reducer_function_path=f"{__name__}.right"))
+    probe_pg_loss_reducer(Namespace(custom_pg_loss_reducer_function_path=None))
+    assert pg_loss_reducer.check_signature(print, "builtins.print", 4, "anything") is None
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([PG_LOSS, MASKS, {}], "got list"),
+        ((PG_LOSS, MASKS), "got tuple"),
+        ((PG_LOSS[:2], MASKS, {}), r"with pg_loss of shape \(4,\).* got \(2,\)"),
+        ((PG_LOSS, MASKS, {"kl": 0.5}), r"with kl of shape \(4,\).* got float"),
+        ((PG_LOSS, MASKS[:1], {}), "one mask for each of 2 rows"),
+        ((PG_LOSS, None, {}), "one mask for each of 2 rows"),
+        ((PG_LOSS, [MASKS[0][:2], MASKS[1]], {}), "over its whole response"),
+        ((PG_LOSS, [2 * MASKS[0], MASKS[1]], {}), "hold 0"),
+    ],
+)
+def test_corrections(result, message):
+    with pytest.raises(UserError, match=message):
+        check_correction("my.correction", result, {"loss_masks": MASKS}, PG_LOSS)
+    right_one = (PG_LOSS, [MASKS[0] * 0, MASKS[1].bool()], {"kl": PG_LOSS})
+    assert check_correction("my.correction", right_one, {"loss_masks": MASKS}, PG_LOSS) is not None
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.tensor(1.0), "got Tensor"),
+        ((torch.ones(2), {"loss": torch.tensor(1.0)}), r"with loss a scalar tensor|got \(2,\)"),
+        ((torch.tensor(1.0), {"loss": 1.0}), "with loss a scalar tensor; got float"),
+        ((torch.tensor(1.0), {"nll": torch.tensor(1.0)}), "with 'loss' among the metrics; got nll"),
+    ],
+)
+def test_custom_losses(result, message):
+    args = Namespace(loss_type="custom_loss", custom_loss_function_path="my.loss")
+    with pytest.raises(UserError, match=message):
+        _checked_loss(args, result)
