@@ -61,7 +61,7 @@ def refuse_non_finite_step(rollout_id: int, step_id: int, losses: Mapping[str, f
     Raises:
         NonFiniteError: naming the step and both values.
     """
-    loss = losses["loss"]
+    loss = losses.get("loss", 0.0)  # a custom loss need not report it
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise NonFiniteError(
             f"rollout {rollout_id}, step {step_id}: loss {loss}, gradient norm {grad_norm}; the optimizer step was "

@@ -130,8 +130,6 @@ def _checked_loss(args: Namespace, result: Any) -> tuple[torch.Tensor, Mapping[s
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise UserError(f"{wanted} with {name} a scalar tensor; got {got}")
-    if "loss" not in result[1]:
-        raise UserError(f"{wanted} with 'loss' among the metrics; got {', '.join(result[1]) or 'none'}")
     return result[0].reshape(()), result[1]
 
 
