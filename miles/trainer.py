@@ -45,7 +45,8 @@ class Interrupt:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        # After a Ctrl-C the process is about to end, and no more of them are needed for that.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if self.is_seen else self._previous)
 
     def start_closing(self) -> None:
         """Raise nothing from here on."""

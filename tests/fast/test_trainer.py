@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from miles.rollout.generate import generate_rollout
 from miles.trainer import main
-from miles.utils.types import Sample
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_forked, run_ranks, run_ranks_to_outcomes
 
 REPOSITORY = Path(__file__).parents[2]
@@ -157,8 +158,9 @@ def test_ctrl_c(tmp_path):
 
     def press(process):
         _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, process)
-        os.kill(process.pid, signal.SIGINT)
-        os.kill(process.pid, signal.SIGINT)  # a launcher passes on what the terminal has sent already
+        while process.is_alive():  # a launcher passes on what the terminal has sent, and people are impatient
+            os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.001)
 
     command = [*TINY, "--num-rollout", "100000", "--output-dir", str(metrics.parent)]
     status, out, err = run_forked(lambda: main(command), tmp_path, meanwhile=press)
@@ -213,31 +215,49 @@ def test_checkpoints_of_another_run_are_not_written_over(tmp_path):
     assert "holds the checkpoints of another run; continue that run with --load" in err
 
 
-def test_divergence_stops_with_status_1_and_keeps_the_metrics(tmp_path):
-    command = [*TINY, "--lr", "1e30", "--clip-grad", "0", "--output-dir", str(tmp_path / "run")]
+@pytest.mark.parametrize(
+    "num_steps, message",
+    [
+        ("1", "rollout 1: sample 4 was sampled with log-probs that are not finite"),
+        ("2", "rollout 0, step 1: loss nan, gradient norm nan"),
+    ],
+)
+def test_divergence_stops_with_status_1_and_keeps_the_metrics(tmp_path, num_steps, message):
+    command = [*TINY, "--lr", "1e30", "--num-steps-per-rollout", num_steps, "--output-dir", str(tmp_path / "run")]
     status, out, err = run_forked(lambda: main(command), tmp_path)
     assert status == 1, err
-    assert len([line for line in err.splitlines() if line.startswith("error: rollout ")]) == 1
+    [error] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert error.startswith(f"error: {message}")
+    assert len(_read_metrics(tmp_path / "run")) == 1
     assert "Traceback" not in err
     assert _summary(out).startswith("stopped: ")
 
 
-def fail_on_the_second_rank(args, rollout_id, data_source, model, tokenizer, *, rank, world_size, device):
+def rollout_failing_on_rank_1(args, rollout_id, data_source, model, tokenizer, *, rank, world_size, device):
     """A rollout function whose second rank fails in the second rollout."""
     if rank == 1 and rollout_id == 1:
         raise OSError("the disk is full")
-    return [
-        Sample(index=index, group_index=0, tokens=[1, 2, 3], response_length=2, reward=float(index), status=status)
-        for index, status in [
-            (rank + 10 * rollout_id, Sample.Status.COMPLETED),
-            (rank + 2 + 10 * rollout_id, Sample.Status.TRUNCATED),
-        ]
-    ]
+    return generate_rollout(
+        args, rollout_id, data_source, model, tokenizer, rank=rank, world_size=world_size, device=device
+    )
 
 
-def test_a_rank_that_fails_stops_the_other(tmp_path):
-    function = f"{__name__}.fail_on_the_second_rank"
-    command = [*TINY, "--output-dir", str(tmp_path), "--rollout-function-path", function]
+def rewards_failing_on_rank_1(args, samples):
+    """A reward post-processing that fails on the second rank in the second rollout."""
+    if torch.distributed.get_rank() == 1 and samples[0].index > 0:
+        raise OSError("the disk is full")
+    return [sample.reward for sample in samples], [sample.reward for sample in samples]
+
+
+@pytest.mark.parametrize(
+    "option, function",
+    [
+        ("--rollout-function-path", rollout_failing_on_rank_1),
+        ("--custom-reward-post-process-path", rewards_failing_on_rank_1),
+    ],
+)
+def test_a_rank_that_fails_stops_the_other(tmp_path, option, function):
+    command = [*TINY, "--output-dir", str(tmp_path), option, f"{__name__}.{function.__name__}"]
     outcomes = run_ranks_to_outcomes(lambda: main(command), 2)
     assert isinstance(outcomes[1][1], OSError)
     assert "rank 1 failed: OSError: the disk is full" in str(outcomes[0][1])
