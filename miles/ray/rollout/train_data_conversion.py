@@ -85,10 +85,7 @@ def convert_samples_to_train_data(
     }
     for key in ("raw_reward", "round_number"):
         if all(key in (sample.metadata or ()) for sample in samples):
-            train_data[key] = [
-                finite_number(sample.metadata[key], f"{name_of(sample, position)} has metadata[{key!r}]")
-                for position, sample in enumerate(samples)
-            ]
+            train_data[key] = _numbers_in_metadata(key, samples)
     if any(sample.train_metadata is not None for sample in samples):
         train_data["metadata"] = [sample.train_metadata for sample in samples]
     if any(sample.rollout_log_probs is not None for sample in samples):
@@ -116,6 +113,13 @@ def _checked_loss_mask(sample: Sample, position: int) -> list[int]:
     check_tokens(name, sample.tokens, length)
     mask = [1] * length if sample.loss_mask is None else checked_loss_mask(name, sample.loss_mask, length)
     return [0] * length if sample.remove_sample else mask
+
+
+def _numbers_in_metadata(key: str, samples: Sequence[Sample]) -> list[float]:
+    return [
+        finite_number(sample.metadata[key], f"{name_of(sample, position)} has metadata[{key!r}]")
+        for position, sample in enumerate(samples)
+    ]
 
 
 def _shared_columns(
