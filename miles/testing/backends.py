@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ class Backend(Protocol):
         ...
 
 
-class TrainBackend:
+class TrainBackend(abc.ABC):
     """One of `train.py`'s backends on forked CPU processes: its world, its actor, its schedules and reductions.
 
     Args:
@@ -76,9 +77,9 @@ class TrainBackend:
         return args, make_shards(args, step, cut)
 
     @staticmethod
+    @abc.abstractmethod
     def gather_gradient(actor: Any) -> dict[str, torch.Tensor]:
         """Return the whole gradient by `GPT` name from the actor of a step just computed; every rank calls this."""
-        raise NotImplementedError
 
 
 class FSDPBackend(TrainBackend):

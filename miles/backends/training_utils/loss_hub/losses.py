@@ -67,11 +67,7 @@ def policy_loss_function(
         getattr(args, "eps_clip_c", None),
     )
     pg_loss, pg_loss_masks, mismatch = _correct_off_policy(args, responses, pg_loss, ppo_kl)
-    if LossAggregation.of(args) is LossAggregation.TOKEN_MEAN:  # the dispatcher's reducer sums tokens then
-        sum_of_sample_mean = _sample_mean(args, batch, batch["loss_masks"])
-    kept_mean = sum_of_sample_mean
-    if pg_loss_masks is not batch["loss_masks"]:
-        kept_mean = _sample_mean(args, batch, pg_loss_masks)
+    whole_mean, kept_mean = _sample_means(args, batch, pg_loss_masks, sum_of_sample_mean)
     pg_reducer = get_pg_loss_reducer(
         args,
         batch,
@@ -90,8 +86,8 @@ def policy_loss_function(
         per_sample["kl_loss"] = kept_mean(_kl_to_reference(args, responses, log_probs, old_log_probs))
         if args.kl_loss_coef != 0:
             loss = loss + args.kl_loss_coef * per_sample["kl_loss"]
-    per_sample |= {key: sum_of_sample_mean(value) for key, value in mismatch.items()}
-    return loss, _policy_metrics(args, responses, loss, reduced_pg_loss, ppo_kl, per_sample, sum_of_sample_mean)
+    per_sample |= {key: whole_mean(value) for key, value in mismatch.items()}
+    return loss, _policy_metrics(args, responses, loss, reduced_pg_loss, ppo_kl, per_sample, whole_mean)
 
 
 def _score(
@@ -110,6 +106,16 @@ def _score(
         loss_masks=batch["loss_masks"],
     )
     return concat(scored["log_probs"]), concat(scored["entropy"])
+
+
+def _sample_means(
+    args: Namespace, batch: RolloutBatch, pg_loss_masks: Sequence[torch.Tensor], given: Reducer
+) -> tuple[Reducer, Reducer]:
+    """Return the sample means over the original masks and over those that a correction left."""
+    # Under token_mean the dispatcher's reducer sums tokens.
+    is_given = LossAggregation.of(args) is not LossAggregation.TOKEN_MEAN
+    whole = given if is_given else _sample_mean(args, batch, batch["loss_masks"])
+    return whole, whole if pg_loss_masks is batch["loss_masks"] else _sample_mean(args, batch, pg_loss_masks)
 
 
 def _sample_mean(args: Namespace, batch: RolloutBatch, loss_masks: Sequence[torch.Tensor]) -> Reducer:
