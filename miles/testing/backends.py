@@ -106,13 +106,14 @@ class MegatronBackend(TrainBackend):
     name = "megatron"
 
     def __init__(self, *options: str, time_limit: float = 120.0) -> None:
-        from miles.backends.megatron_utils.availability import check_megatron
+        from miles.backends.megatron_utils.availability import check_megatron, quiet_import
 
         check_megatron()
         super().__init__(*options, time_limit=time_limit)
         # Imported once, here, and not once in each forked process.
-        import miles.backends.megatron_utils.actor
-        import miles.backends.megatron_utils.cpu  # noqa: F401
+        with quiet_import():
+            import miles.backends.megatron_utils.actor
+            import miles.backends.megatron_utils.cpu  # noqa: F401
 
     @staticmethod
     def gather_gradient(actor: Any) -> dict[str, torch.Tensor]:

@@ -149,5 +149,4 @@ class MegatronTrainActor(TrainActor):
             **super().describe_architecture(),
             **layout,
             "world_size": self.world.size,
-            "train_backend": "megatron",
         }

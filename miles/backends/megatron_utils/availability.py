@@ -1,6 +1,12 @@
 """Whether Megatron-Core is there, in a version that the tests have run."""
 
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
+
+import torch
 
 from miles.utils.errors import UserError
 
@@ -26,5 +32,14 @@ def check_megatron() -> None:
 
 
 def _numbers(version: str) -> tuple[int, int]:
-    major, minor, *_ = version.split(".")
+    major, minor = re.findall(r"\d+", version)[:2]
     return int(major), int(minor)
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Import Megatron-Core without the pages about accelerators that a machine without a GPU does without."""
+    with warnings.catch_warnings():
+        if not torch.cuda.is_available():
+            warnings.simplefilter("ignore")
+        yield

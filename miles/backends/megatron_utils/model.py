@@ -119,7 +119,7 @@ def build_optimizer(args: Namespace, model: list[DistributedDataParallel]) -> Me
     return get_megatron_optimizer(config, model, config_overrides={})
 
 
-def forward_chunk(model: DistributedDataParallel, batch: RolloutBatch, *, vocab_size: int) -> torch.Tensor:
+def forward_chunk(model: DistributedDataParallel | GPTModel, batch: RolloutBatch, *, vocab_size: int) -> torch.Tensor:
     """Run this rank's chunk on a packed micro-batch.
 
     Returns:
@@ -131,7 +131,8 @@ def forward_chunk(model: DistributedDataParallel, batch: RolloutBatch, *, vocab_
         setattr(packed, name, batch["cu_seqlens"])
     packed.max_seqlen_q = packed.max_seqlen_kv = batch["max_seqlen"]
     output = model(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed)
-    return _without_padding(output, vocab_size) if model.module.post_process else output
+    chunk = getattr(model, "module", model)  # the reference is not wrapped
+    return _without_padding(output, vocab_size) if chunk.post_process else output
 
 
 def _without_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -59,8 +59,8 @@ def check_world_size(args: Namespace, world_size: int) -> None:
     if world_size % model_size:
         listed = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise UserError(
-            f"{world_size} processes cannot be arranged as {listed} = {model_size} times a data-parallel size; "
-            f"start a multiple of {model_size} (torchrun --nproc-per-node {model_size})"
+            f"{world_size} process{'es' * (world_size > 1)} cannot be arranged as {listed} = {model_size} times a "
+            f"data-parallel size; start a multiple of {model_size} (torchrun --nproc-per-node {model_size})"
         )
 
 

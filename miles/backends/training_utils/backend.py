@@ -1,11 +1,8 @@
 """Which backend trains: its world, and the class of its actor. Each is imported only where it is chosen."""
 
-import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch
 
 from miles.backends.training_utils.process_group import World
 from miles.backends.training_utils.train_actor import TrainActor
@@ -22,12 +19,10 @@ def open_backend(args: Namespace) -> Iterator[tuple[World, type[TrainActor]]]:
         UserError: the processes do not fit the machine or the parallel sizes, or the backend is not installed.
     """
     if args.train_backend == "megatron":
-        from miles.backends.megatron_utils.availability import check_megatron
+        from miles.backends.megatron_utils.availability import check_megatron, quiet_import
 
         check_megatron()
-        with warnings.catch_warnings():
-            if not torch.cuda.is_available():  # where it would say at length which accelerators it does without
-                warnings.simplefilter("ignore")
+        with quiet_import():
             from miles.backends.megatron_utils.actor import MegatronTrainActor
             from miles.backends.megatron_utils.parallel import megatron_world
 

@@ -102,6 +102,12 @@ def read_meta(folder: Path, *, architecture: Mapping[str, Any], flag: str) -> di
         stored = dict(meta["architecture"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"checkpoint {folder} ({flag}) is damaged: {path.name}: {error!r}") from error
+    ours, theirs = architecture.get("train_backend"), stored.get("train_backend")
+    if ours != theirs:
+        raise UserError(
+            f"checkpoint {folder} ({flag}) was written by --train-backend {theirs}, and this run's is {ours}; a "
+            "backend reads its own checkpoints only"
+        )
     differing = [name for name in architecture if architecture[name] != stored.get(name)]
     if differing:
         listed = ", ".join(f"{name} {stored.get(name)} there, {architecture[name]} here" for name in differing)

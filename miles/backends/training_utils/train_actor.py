@@ -230,8 +230,9 @@ def build_seeded_gpt(args: Namespace, vocab_size: int, device: torch.device) -> 
 
 
 def describe_architecture(args: Namespace, vocab_size: int) -> dict[str, int | str]:
-    """Return, by name, the numbers that decide the shapes of the weights."""
-    return {**{name: getattr(args, name) for name in ARCHITECTURE_ARGUMENTS}, "vocab_size": vocab_size}
+    """Return, by name, the backend and the numbers that decide the shapes of the weights."""
+    sizes = {name: getattr(args, name) for name in ARCHITECTURE_ARGUMENTS}
+    return {"train_backend": args.train_backend, **sizes, "vocab_size": vocab_size}
 
 
 def needs_old_log_probs(args: Namespace) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 
@@ -12,7 +13,7 @@ from miles.training_loop import make_shard
 from miles.utils.errors import UserError
 from miles.utils.finite_checks import NonFiniteError
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks, run_ranks_to_errors, run_ranks_to_outcomes
-from tests.fast.backends.experimental.fsdp_utils.rollouts import VOCAB_SIZE, make_args, make_samples
+from tests.fast.backends.experimental.fsdp_utils.rollouts import PAD_TOKEN_ID, VOCAB_SIZE, make_args, make_samples
 from tests.fast.backends.megatron_utils.worlds import LAYOUTS, MEGATRON, run_actors
 
 
@@ -46,6 +47,28 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(layout, tmp_path):
     found = run_actors([*save, "--load", str(tmp_path)], world_size, resume)
     assert found == expected
     assert math.isfinite(found[0][0]["train/loss"])
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "cp2"])
+def test_the_reference_gives_the_kl_of_fsdp(layout, tmp_path):
+    world_size, options = LAYOUTS[layout]
+    kl = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3"]
+    train = partial(_train, rollouts=[0, 1])
+
+    def fsdp():
+        args = make_args("--num-layers", "4", *kl)
+        with open_backend(args) as (world, make_actor):
+            return train(make_actor(args, world, vocab_size=VOCAB_SIZE, pad_token_id=PAD_TOKEN_ID))
+
+    [expected] = run_ranks(fsdp, 1)
+    assert abs(expected[-1]["train/kl_loss"]) > 1e-5
+    for steps in run_actors([*options, *kl], world_size, train):
+        for ours, theirs in zip(steps, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    # A checkpoint as the reference: the trained policy, against which a fresh one has a KL from the start.
+    run_actors([*options, "--save", str(tmp_path)], world_size, _train_and_save)
+    for steps in run_actors([*options, *kl, "--ref-load", str(tmp_path)], world_size, partial(_train, rollouts=[0])):
+        assert steps[0]["train/kl_loss"] > 1e-6
 
 
 def test_a_checkpoint_of_another_layout_is_refused(tmp_path):

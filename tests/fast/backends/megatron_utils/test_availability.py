@@ -8,7 +8,7 @@ from miles.backends.megatron_utils.availability import check_megatron
 from miles.utils.errors import UserError
 
 
-@pytest.mark.parametrize("version", ["0.16.0", "0.16.1", "0.16.2rc1"])
+@pytest.mark.parametrize("version", ["0.16.0", "0.16.1", "0.16rc0"])
 def test_tested_versions(version, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: version)
     check_megatron()

@@ -140,6 +140,12 @@ def test_damaged_meta(tmp_path, text):
         checkpoint.read_meta(tmp_path, architecture=ARCHITECTURE, flag="--load")
 
 
+def test_another_backend_is_named(tmp_path):
+    (tmp_path / "meta.json").write_text(json.dumps({"architecture": {"train_backend": "megatron", "num_layers": 4}}))
+    with pytest.raises(UserError, match=r"\(--load\) was written by --train-backend megatron, and this run's is fsdp"):
+        checkpoint.read_meta(tmp_path, architecture={"train_backend": "fsdp", "num_layers": 1}, flag="--load")
+
+
 def test_another_architecture_names_what_differs(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps({"architecture": {"hidden_size": 8, "num_layers": 4}}))
     with pytest.raises(UserError, match=r"\(--ref-load\) is of another architecture: num_layers 4 there, 1 here;"):

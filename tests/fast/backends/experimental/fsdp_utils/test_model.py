@@ -62,6 +62,7 @@ def test_a_backend_that_sums_is_refused():
 
 def test_architecture_by_argument_name():
     assert describe_architecture(make_args(), 11) == {
+        "train_backend": "fsdp",
         **{"hidden_size": 8, "num_layers": 1, "num_attention_heads": 2},
         **{"max_position_embeddings": 24, "vocab_size": 11},
     }
