@@ -44,6 +44,8 @@ def test_documented_reducers(path, expected):
     args = Namespace(custom_pg_loss_reducer_function_path=path, calculate_per_token_loss=False)
     reducer = load_pg_loss_reducer(args, [4, 3], [3, 2], [torch.ones(3), torch.tensor([1.0, 0.0])])
     assert reducer(torch.tensor([1.0, 2.0, 3.0, 4.0, 100.0])).item() == pytest.approx(expected)
+    blank = load_pg_loss_reducer(args, [0], [0], [torch.zeros(0, dtype=torch.int64)])
+    assert blank(torch.zeros(0)).item() == 0
 
 
 @pytest.mark.parametrize(
