@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from miles.backends.training_utils import loss as loss_module
-from miles.backends.training_utils.loss_hub.losses import policy_loss_function
 from tests.fast import oracle
 from tests.fast.backends.training_utils import harness
 from tests.fast.backends.training_utils.layout import batch_sizes, mode_namespace
@@ -287,18 +286,3 @@ def test_a_legacy_namespace_trains_as_before():
         del args.loss_aggregation, args.loss_aggregation_divisor, args.custom_pg_loss_reducer_function_path
         args.calculate_per_token_loss = per_token
         assert run(args, Step(), CUT)[0] == run(mode_namespace(mode), Step(), CUT)[0]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_custom_loss_may_wrap_the_policy_loss(mode):
-    """Under token_mean it is given the token sum, and the wrapped loss still takes its sample means itself."""
-    step = Step()
-    plain = run(mode_namespace(mode), step, CUT)
-    wrapped = mode_namespace(mode, loss_type="custom_loss", custom_loss_function_path=f"{HERE}.wrapped_policy_loss")
-    value, gradient, metrics = run(wrapped, step, CUT)
-    assert value == plain[0] and metrics == plain[2]
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradient, plain[1], strict=True))
-
-
-def wrapped_policy_loss(args, batch, logits, sum_of_sample_mean):
-    return policy_loss_function(args, batch, logits, sum_of_sample_mean)

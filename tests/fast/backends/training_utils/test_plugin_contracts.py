@@ -8,8 +8,13 @@ import torch
 from miles.backends.training_utils.loss import _checked_loss
 from miles.backends.training_utils.loss_hub import pg_loss_reducer
 from miles.backends.training_utils.loss_hub.corrections import check_correction
+from miles.backends.training_utils.loss_hub.losses import policy_loss_function
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.utils.errors import UserError
+from tests.fast.backends.training_utils.layout import mode_namespace
+from tests.fast.backends.training_utils.loss.inputs import CUT, Step
+from tests.fast.backends.training_utils.loss.test_loss_snapshot import run
+from tests.fast.oracle import MODES
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([1])]
 PG_LOSS = torch.arange(4.0)
@@ -93,3 +98,20 @@ def test_custom_losses(result, message):
     args = Namespace(loss_type="custom_loss", custom_loss_function_path="my.loss")
     with pytest.raises(UserError, match=message):
         _checked_loss(args, result)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_custom_loss_may_wrap_the_policy_loss(mode):
+    """Under token_mean it is given the token sum, and the wrapped loss still takes its sample means itself."""
+    step = Step()
+    plain = run(mode_namespace(mode), step, CUT)
+    wrapped = mode_namespace(
+        mode, loss_type="custom_loss", custom_loss_function_path=f"{__name__}.wrapped_policy_loss"
+    )
+    value, gradient, metrics = run(wrapped, step, CUT)
+    assert value == plain[0] and metrics == plain[2]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradient, plain[1], strict=True))
+
+
+def wrapped_policy_loss(args, batch, logits, sum_of_sample_mean):
+    return policy_loss_function(args, batch, logits, sum_of_sample_mean)
