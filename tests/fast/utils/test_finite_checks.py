@@ -22,9 +22,9 @@ def _data(**columns):
 
 def test_log_probs_at_masked_positions_may_be_anything():
     rows = [torch.tensor([-1.0, math.nan]), torch.tensor([math.inf, -1.0, -2.0])]
-    refuse_non_finite_log_probs(0, _data(log_probs=rows, ref_log_probs=rows))
-    refuse_non_finite_log_probs(0, _data())
-    refuse_non_finite_log_probs(0, {"loss_masks": [], "sample_indices": [], "log_probs": []})
+    blank = {"loss_masks": [], "sample_indices": [], "log_probs": []}
+    for data in (_data(log_probs=rows, ref_log_probs=rows), _data(), blank):
+        assert refuse_non_finite_log_probs(0, data) is None
 
 
 @pytest.mark.parametrize("column", ["log_probs", "ref_log_probs"])

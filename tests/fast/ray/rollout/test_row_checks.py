@@ -140,11 +140,19 @@ def validate(data, **overrides):
     validate_train_data(arguments(**overrides), data, dp_size=1)
 
 
-def test_columns_that_are_right():
-    validate(columns())
-    validate(columns(tokens=(np.array([1, 2, 3]), torch.tensor([4, 5])), rewards=[torch.tensor(1.0), np.float32(2)]))
-    validate(columns(rollout_log_probs=[[-1.0, NAN], [-2]], rollout_counts=[1, 1], rollout_ids=[("row", 0), "b"]))
-    validate(columns(own_column=None, another=[3]))
+@pytest.mark.parametrize(
+    "data",
+    [
+        columns(),
+        columns(tokens=(np.array([1, 2, 3]), torch.tensor([4, 5])), rewards=[torch.tensor(1.0), np.float32(2)]),
+        columns(rollout_log_probs=[[-1.0, NAN], [-2]], rollout_counts=[1, 1], rollout_ids=[("row", 0), "b"]),
+        columns(own_column=None, another=[3]),
+    ],
+)
+def test_columns_that_are_right(data):
+    before = dict(data)
+    validate(data)
+    assert data.keys() == before.keys() and all(data[key] is before[key] for key in data), "checking changes nothing"
 
 
 @pytest.mark.parametrize(

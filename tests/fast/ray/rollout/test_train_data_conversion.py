@@ -180,7 +180,8 @@ def test_rollout_log_probs_travel():
 
 
 def test_nan_log_prob_at_a_masked_position_is_allowed():
-    convert(change=lambda samples: with_log_probs(samples, NAN, row=0, position=2))
+    data = convert(change=lambda samples: with_log_probs(samples, NAN, row=0, position=2))
+    assert str(data["rollout_log_probs"][0][2]) == "nan", "it travels as it is; the loss never reads it"
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
@@ -241,7 +242,8 @@ def test_refused(name):
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "prompt_mean"])
 def test_group_index_is_asked_for_by_prompt_mean_alone(mode):
-    convert(mode=mode, change=setter(2, group_index=None), rewards_normalization=False)
+    data = convert(mode=mode, change=setter(2, group_index=None), rewards_normalization=False)
+    assert len(data["tokens"]) == len(ROWS) and "prompt_group_indices" not in data
 
 
 def test_ragged_groups_are_accepted_on_request_and_still_need_an_index():
