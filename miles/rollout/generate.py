@@ -6,6 +6,7 @@ Shapes: B rows (samples), S longest row so far, R longest response, V vocabulary
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -92,14 +93,16 @@ def gather_rollouts(
         model: Handed on; must be whole on each rank, since the ranks do not stay in step.
         tokenizer: Handed on.
         device: Handed on.
-        rollout_function: Has `generate_rollout`'s signature; must run no collectives.
+        rollout_function: Has `generate_rollout`'s signature; must run no collectives. A rollout that it stores as
+            several rows has one `rollout_id` and comes from one rank; each row has an `index` of its own.
         group: Ranks that share the rollout; None is the world, or this process alone without one.
 
     Returns:
         Samples by rising `index`.
 
     Raises:
-        UserError: as `rollout_function`; it returns no list of samples; or indices are missing or not unique.
+        UserError: as `rollout_function`; it returns no list of samples; indices are missing or not unique; or two
+            ranks use one `rollout_id`.
     """
     rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
@@ -115,8 +118,25 @@ def gather_rollouts(
     samples = [sample for share in shares for sample in share]
     indices = [sample.index for sample in samples]
     if None in indices or len(set(indices)) < len(indices):
-        raise UserError("the samples of a rollout function need a unique index each, over all ranks")
+        raise UserError(
+            "the samples of a rollout function need a unique index each, over all ranks, also the rows of one rollout"
+        )
+    _check_rollouts_of_one_rank(shares)
     return sorted(samples, key=lambda sample: sample.index)
+
+
+def _check_rollouts_of_one_rank(shares: list[list[Sample]]) -> None:
+    """Check that no two ranks gave different rollouts one id, which would merge them."""
+    rank_of: dict[int, int] = {}
+    for rank, share in enumerate(shares):
+        # Conversion refuses ids of other kinds, and says so.
+        for rollout in {sample.rollout_id for sample in share if isinstance(sample.rollout_id, Integral)}:
+            if rank_of.setdefault(rollout, rank) != rank:
+                raise UserError(
+                    f"ranks {rank_of[rollout]} and {rank} both have samples of rollout_id {rollout}; a rollout "
+                    "function must give each rollout an id of its own over all ranks, such as the index of its first "
+                    "sample"
+                )
 
 
 @dataclass(frozen=True)

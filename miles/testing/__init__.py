@@ -3,12 +3,14 @@
 from miles.testing.backends import Backend, FSDPBackend, MegatronBackend
 from miles.testing.check import check_invariance, find_failures
 from miles.testing.oracle import expected_outcome
-from miles.testing.step import CustomLoss, Cut, Outcome, Row, Scores, Step
+from miles.testing.step import CustomCorrection, CustomLoss, CustomReducer, Cut, Outcome, Row, Scores, Step
 from miles.testing.worlds import WorldError, run_world
 
 __all__ = [
     "Backend",
+    "CustomCorrection",
     "CustomLoss",
+    "CustomReducer",
     "Cut",
     "FSDPBackend",
     "MegatronBackend",

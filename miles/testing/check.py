@@ -98,7 +98,9 @@ def differences(expected: Outcome, got: Outcome, *, rtol: float) -> list[str]:
     """
     found = _number_differences({"value": expected.value}, {"value": got.value}, rtol)
     found += _number_differences(expected.metrics, got.metrics, rtol, prefix="metric ")
-    largest = max(part.abs().max().item() for part in expected.gradient.values())
+    if expected.gradient.keys() != got.gradient.keys():
+        return [*found, f"gradient: expected of {len(expected.gradient)} parameters, got {len(got.gradient)}"]
+    largest = max((part.abs().max().item() for part in expected.gradient.values()), default=0.0)
     for name, part in expected.gradient.items():
         error = (got.gradient[name] - part).abs()
         bound = rtol * part.abs().max().item() + ATOL * largest

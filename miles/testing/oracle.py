@@ -6,6 +6,7 @@ Each mode is its own sentence, not the common form that the package computes, so
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -15,12 +16,28 @@ from torch import Tensor
 
 from miles.backends.experimental.fsdp_utils.models.gpt import GPT
 from miles.backends.training_utils.train_actor import build_seeded_gpt
-from miles.testing.step import VOCAB_SIZE, Cut, Outcome, Row, Scores, Step
-from miles.testing.token_values import FOLLOWS_MODE, PER_TOKEN_ONLY, Term, row_terms
+from miles.testing.averages import (
+    Masks,
+    aggregate,
+    aggregate_by_reducer,
+    kept_weighing,
+    main_weighing,
+    plain_weighing,
+    rollout_keys,
+)
+from miles.testing.step import SKIPPED_VALUE, VOCAB_SIZE, Cut, Outcome, Row, Scores, Step
+from miles.testing.token_values import (
+    ALL_TOKENS,
+    ALL_TOKENS_BY_MODE,
+    DEFAULT_LOSS,
+    KEPT_TOKENS,
+    MAIN_TERM,
+    row_terms,
+)
 from miles.testing.train_data import make_args, row_tokens
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def expected_outcome(step: Step) -> Outcome:
     """Return what any cut of the step has to come to."""
     args = make_args(step, Cut())
@@ -29,12 +46,16 @@ def expected_outcome(step: Step) -> Outcome:
     if args.normalize_advantages:
         step = replace(step, rows=_whiten(step.rows))
     scores = [score_row(model, row_tokens(step, i), row, args.rollout_temperature) for i, row in enumerate(step.rows)]
-    terms = [row_terms(args, step, row, score) for row, score in zip(step.rows, scores, strict=True)]
+    rollout_metrics = _rollout_metrics(step, scores, rewards)
+    rows = [row_terms(args, step, row, score) for row, score in zip(step.rows, scores, strict=True)]
+    kept = [row.kept for row in rows]
+    if step.mode == "token_mean" and not main_weighing(args, step.rows, kept).total:
+        return Outcome(SKIPPED_VALUE, {}, {"skipped_steps": 1.0, **rollout_metrics})
     # Without an active token the gradient is zero, and still there.
     loss = sum((0.0 * score.logits.sum() for score in scores), torch.zeros((), dtype=torch.float64))
     metrics = {}
-    for name, first in terms[0].items():
-        average = aggregate(step, [row[name].values for row in terms], _mode_of(first, step.mode))
+    for name, first in rows[0].terms.items():
+        average = _average(args, step, [row.terms[name].values for row in rows], first.average, kept)
         metrics[name] = average.item()
         if first.weight:
             loss = loss + first.weight * average
@@ -42,7 +63,26 @@ def expected_outcome(step: Step) -> Outcome:
     loss.backward()
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
     metrics["grad_norm"] = math.sqrt(sum(part.square().sum().item() for part in gradient.values()))
-    return Outcome(loss.item(), gradient, metrics | _rollout_metrics(step, scores, rewards))
+    return Outcome(loss.item(), gradient, metrics | rollout_metrics)
+
+
+def _average(args: Namespace, step: Step, columns: Sequence[Tensor], average: str, kept: Masks) -> Tensor:
+    """Return the number that a term comes to over the step."""
+    rows = step.rows
+    if average == MAIN_TERM:
+        weighing = main_weighing(args, rows, kept)
+        if step.reducer is not None:
+            return aggregate_by_reducer(step, columns, kept, weighing)
+        return aggregate(step, columns, step.mode, weighing)
+    by_mode = "token_mean" if step.mode == "token_mean" else "sample_mean"
+    masks = [row.mask for row in rows]
+    mode, weighing = {
+        DEFAULT_LOSS: (by_mode, main_weighing(args, rows, masks)),
+        KEPT_TOKENS: ("sample_mean", kept_weighing(args, rows, kept)),
+        ALL_TOKENS: ("sample_mean", plain_weighing(masks)),
+        ALL_TOKENS_BY_MODE: (by_mode, plain_weighing(masks)),
+    }[average]
+    return aggregate(step, columns, mode, weighing)
 
 
 def _whiten(rows: Sequence[Row]) -> list[Row]:
@@ -68,73 +108,36 @@ def score_row(model: GPT, tokens: list[int], row: Row, temperature: float) -> Sc
     return Scores(log_probs, -(distribution.exp() * distribution).sum(-1), logits)
 
 
-def _mode_of(term: Term, mode: str) -> str:
-    if term.average == FOLLOWS_MODE:
-        return mode
-    return "token_mean" if term.average == PER_TOKEN_ONLY and mode == "token_mean" else "sample_mean"
-
-
-def aggregate(step: Step, columns: Sequence[Tensor], mode: str) -> Tensor:
-    """Return the scalar that a mode names.
-
-    Args:
-        step: Gives masks, groups, rollouts and the divisor.
-        columns: Values of each row, `[T]`. What stands at a masked token is never looked at.
-        mode: A value of `--loss-aggregation`.
-    """
-    rows = step.rows
-    rollouts = [("row", i) if row.rollout is None else row.rollout for i, row in enumerate(rows)]
-    if mode == "sample_mean":
-        return _mean_over(rows, columns, rollouts)
-    if mode == "prompt_mean":
-        return _mean_over(rows, columns, [row.group for row in rows])
-    total, num_tokens = _sum_over(rows, columns, range(len(rows)))
-    if mode == "token_mean":
-        return total / num_tokens
-    return total / (step.divisor * len(set(rollouts)))
-
-
-def _mean_over(rows: Sequence[Row], columns: Sequence[Tensor], keys: Sequence[Hashable]) -> Tensor:
-    """Mean over the sets of rows that share a key of the token mean in each; one without an active token counts 0."""
-    total = torch.zeros((), dtype=torch.float64)
-    for key in set(keys):
-        inside, num_tokens = _sum_over(rows, columns, [i for i, other in enumerate(keys) if other == key])
-        if num_tokens:
-            total = total + inside / num_tokens
-    return total / len(set(keys))
-
-
-def _sum_over(rows: Sequence[Row], columns: Sequence[Tensor], members: Sequence[int]) -> tuple[Tensor, int]:
-    total, num_tokens = torch.zeros((), dtype=torch.float64), 0
-    for i in members:
-        for place, bit in enumerate(rows[i].mask):
-            if bit:
-                total = total + columns[i][place]
-                num_tokens += 1
-    return total, num_tokens
-
-
 def _rollout_metrics(step: Step, scores: Sequence[Scores], rewards: Sequence[float]) -> dict[str, float]:
-    """The rollout's log: means over rows of what each row is, and of the token mean of its columns."""
+    """The rollout's log: rewards and token means over rollouts, lengths over rows."""
     rows = step.rows
-    each = {
-        "rewards": rewards,
-        "raw_reward": rewards,
+    lengths = {
         "response_lengths": [row.response_length for row in rows],
         "total_lengths": [row.total_length for row in rows],
         "truncated": [0 for _ in rows],
-        "advantages": [row.advantage if any(row.mask) else 0.0 for row in rows],
-        "returns": [row.advantage if any(row.mask) else 0.0 for row in rows],
+    }
+    columns: dict[str, Sequence[Sequence[float]]] = {
+        "advantages": [[row.advantage] * len(row.mask) for row in rows],
+        "returns": [[row.advantage] * len(row.mask) for row in rows],
     }
     for name in ("log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns"):
-        columns = [getattr(row, name) for row in rows]
-        if None not in columns:
-            each[name] = [_token_mean(column, row) for column, row in zip(columns, rows, strict=True)]
+        column = [getattr(row, name) for row in rows]
+        if None not in column:
+            columns[name] = column
     if rows[0].log_probs is None and step.loss == "policy":
-        each["log_probs"] = [_token_mean(one.log_probs.tolist(), row) for one, row in zip(scores, rows, strict=True)]
-    return {f"rollout/{name}": sum(values) / len(rows) for name, values in each.items()}
+        columns["log_probs"] = [one.log_probs.tolist() for one in scores]
+    each = {name: sum(values) / len(rows) for name, values in lengths.items()}
+    each |= {name: _mean_of_rollouts(rows, rewards) for name in ("rewards", "raw_reward")}
+    weighing = plain_weighing([row.mask for row in rows])
+    for name, column in columns.items():
+        tensors = [torch.tensor(values, dtype=torch.float64) for values in column]
+        each[name] = aggregate(step, tensors, "sample_mean", weighing).item()
+    return {f"rollout/{name}": value for name, value in each.items()}
 
 
-def _token_mean(values: Sequence[float], row: Row) -> float:
-    active = [value for value, bit in zip(values, row.mask, strict=True) if bit]
-    return sum(active) / max(len(active), 1)
+def _mean_of_rollouts(rows: Sequence[Row], values: Sequence[float]) -> float:
+    """Mean over rollouts of the mean over the rows of each."""
+    by_rollout: dict[Hashable, list[float]] = {}
+    for key, value in zip(rollout_keys(rows), values, strict=True):
+        by_rollout.setdefault(key, []).append(value)
+    return sum(sum(inside) / len(inside) for inside in by_rollout.values()) / len(by_rollout)

@@ -14,8 +14,9 @@ from miles.backends.training_utils.data import get_data_iterator, move_to_device
 from miles.backends.training_utils.log_utils import log_rollout_data
 from miles.backends.training_utils.loss import compute_advantages_and_returns
 from miles.backends.training_utils.parallel import get_parallel_state
+from miles.backends.training_utils.step_totals import is_left_empty, prepare_loss_terms
 from miles.backends.training_utils.train_actor import ARCHITECTURE_ARGUMENTS, TrainActor, needs_old_log_probs
-from miles.testing.step import PAD_TOKEN_ID, VOCAB_SIZE
+from miles.testing.step import PAD_TOKEN_ID, SKIPPED_VALUE, VOCAB_SIZE
 from miles.testing.train_data import TOKEN_COLUMNS
 
 Prepared = tuple[Namespace, list[dict[str, Any]]]
@@ -40,8 +41,9 @@ def run_jobs_on_rank(jobs: Sequence[Prepared], gather_gradient: GatherGradient) 
             actor = actors[key]
             actor.args = args
             metrics = run_step(actor, shards[get_parallel_state().intra_dp.rank])
-            gradient = {name: part.cpu().numpy() for name, part in gather_gradient(actor).items()}
-            results.append((metrics["loss"], gradient, metrics))
+            gradient = {} if "skipped_steps" in metrics else gather_gradient(actor)
+            arrays = {name: part.cpu().numpy() for name, part in gradient.items()}
+            results.append((metrics.get("loss", SKIPPED_VALUE), arrays, metrics))
     return results
 
 
@@ -57,7 +59,10 @@ def run_step(actor: TrainActor, shard: dict[str, Any]) -> dict[str, float]:
             iterator.reset()
     compute_advantages_and_returns(args, data)
     data.update(given)
+    prepare_loss_terms(args, data, iterators, num_microbatches)
     rollout_metrics = actor._sync_metrics(log_rollout_data(0, args, data))
+    if is_left_empty(args, actor._count_step(iterators[0])["num_counted_tokens"]):
+        return {"skipped_steps": 1.0, **rollout_metrics}
     (total,) = num_microbatches
     metrics, grad_norm = actor._compute_gradients(iterators, total)
     return {**metrics, "grad_norm": grad_norm, **rollout_metrics}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,9 @@ VOCAB_SIZE = 11
 """Odd and small: under tensor parallelism the vocabulary needs padding."""
 
 PAD_TOKEN_ID = 0
+
+SKIPPED_VALUE = 0.0
+"""What stands for the value of a step that was skipped; it has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Row:
         group: Prompt group that the row belongs to.
         rollout: Rollout that the row is a part of; None: it is a rollout of its own.
         advantage: A_i, and the row's reward in the rollout's log.
+        loss_weights: T weights of the tokens' loss, at least 0; None: 1 each.
         log_probs: T log-probabilities of the old policy, nats; None (on every row alike): the backend computes them.
         rollout_log_probs: T of the engine that sampled; None: not there.
         ref_log_probs: T of the reference policy, for `--use-kl-loss`.
@@ -53,6 +58,7 @@ class Row:
     group: int = 0
     rollout: int | None = None
     advantage: float = 0.0
+    loss_weights: tuple[float, ...] | None = None
     log_probs: tuple[float, ...] | None = None
     rollout_log_probs: tuple[float, ...] | None = None
     ref_log_probs: tuple[float, ...] | None = None
@@ -87,6 +93,45 @@ class CustomLoss:
     definition: Definition
 
 
+CorrectionDefinition = Callable[
+    [Namespace, Row, "Tensor | None"], "tuple[Tensor, Sequence[int], Mapping[str, Tensor]]"
+]
+
+
+@dataclass(frozen=True)
+class CustomCorrection:
+    """A correction of `--custom-tis-function-path`, and what it does to one row.
+
+    Attributes:
+        path: `module.function`, importable here.
+        definition: Called with the run's arguments, a row, and log pi_train - log pi_rollout at its T tokens, float64
+            `[T]`, or None where the rollout has no log-probs. Returns what the row's policy loss is multiplied by,
+            `[T]`; T entries 0 and 1, the tokens that it keeps; and metrics by name, `[T]` each.
+    """
+
+    path: str
+    definition: CorrectionDefinition
+
+
+ReducerDefinition = Callable[[Sequence[Row], Sequence[Sequence[int]], float], Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class CustomReducer:
+    """A reducer of `--custom-pg-loss-reducer-function-path`, and the weights of the unsplit step.
+
+    Attributes:
+        path: `module.function`, importable here.
+        definition: Called with all rows of the step, their masks after any correction, and what the trainer divides
+            by: the samples of the step or, under `token_mean`, the tokens that are counted. Returns for each row the T
+            weights that its tokens have in the value of the step, that division included; those of tokens that are not
+            kept are never looked at. Loss weights multiply them.
+    """
+
+    path: str
+    definition: ReducerDefinition
+
+
 @dataclass(frozen=True)
 class Step:
     """One optimizer step.
@@ -96,6 +141,9 @@ class Step:
         mode: Value of `--loss-aggregation`.
         divisor: L of `constant`.
         loss: "policy", "sft", "value" (the head is the vocabulary's first entry), or a loss of one's own.
+        correction: An off-policy correction of one's own, in place of the built-in ones; switch it on in `options`, by
+            `--use-tis` or `--get-mismatch-metrics`.
+        reducer: A reducer of one's own, in place of `mode`, which still chooses what the sum is divided by.
         options: More options of `train.py`, such as `("--eps-clip", "0.1")` or sizes of the model.
     """
 
@@ -103,6 +151,8 @@ class Step:
     mode: str = "sample_mean"
     divisor: float | None = None
     loss: str | CustomLoss = "policy"
+    correction: CustomCorrection | None = None
+    reducer: CustomReducer | None = None
     options: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -114,10 +164,13 @@ class Step:
             raise ValueError(f"loss must be 'policy', 'sft', 'value' or a CustomLoss, got {self.loss!r}")
         if len({row.log_probs is None for row in self.rows}) > 1:
             raise ValueError("give log_probs on every row or on none")
+        if self.correction is not None and not {"--use-tis", "--get-mismatch-metrics"}.intersection(self.options):
+            raise ValueError("a correction needs --use-tis or --get-mismatch-metrics among the options")
 
     def __str__(self) -> str:
         loss = self.loss if isinstance(self.loss, str) else self.loss.path
-        return " ".join([f"{loss} {self.mode}, {len(self.rows)} rows", *self.options])
+        plug_ins = [plug_in.path for plug_in in (self.correction, self.reducer) if plug_in is not None]
+        return " ".join([f"{loss} {self.mode}, {len(self.rows)} rows", *plug_ins, *self.options])
 
 
 @dataclass(frozen=True)
@@ -198,9 +251,10 @@ class Outcome:
     """What a step comes to.
 
     Attributes:
-        value: The loss.
-        gradient: d value / d parameter by name, in the shapes of the package's `GPT`, float64.
-        metrics: Every logged number by name: those of the step, "grad_norm", and the rollout's as "rollout/...".
+        value: The loss, `SKIPPED_VALUE` where the step was skipped.
+        gradient: d value / d parameter by name, in the shapes of the package's `GPT`, float64; empty where skipped.
+        metrics: Every logged number by name: those of the step, "grad_norm", and the rollout's as "rollout/..."; of a
+            skipped step "skipped_steps" and the rollout's.
     """
 
     value: float

@@ -6,22 +6,29 @@ Shapes: T response tokens of one row.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from miles.testing.corrections import correct_row
 from miles.testing.step import CustomLoss, Row, Scores, Step
 
-FOLLOWS_MODE = "mode"
-"""Averaged as `--loss-aggregation` says."""
+MAIN_TERM = "main term"
+"""As `--loss-aggregation` or the custom reducer says, over kept tokens, with loss weights."""
 
-PER_TOKEN_ONLY = "default"
-"""The token mean under `token_mean`, the sample mean in every other mode."""
+DEFAULT_LOSS = "default"
+"""The token mean under `token_mean`, the sample mean in every other mode, with loss weights."""
 
-SAMPLE_MEAN = "sample_mean"
-"""The sample mean whatever the mode."""
+KEPT_TOKENS = "kept tokens"
+"""The sample mean over kept tokens, whatever the mode."""
+
+ALL_TOKENS = "all tokens"
+"""The sample mean over active tokens, rejected or not, whatever the mode."""
+
+ALL_TOKENS_BY_MODE = "all tokens by mode"
+"""The token mean over active tokens under `token_mean`, their sample mean in every other mode."""
 
 
 @dataclass(frozen=True)
@@ -35,31 +42,42 @@ class Term:
     """
 
     values: Tensor
-    average: str = SAMPLE_MEAN
+    average: str = ALL_TOKENS
     weight: float = 0.0
 
 
-def row_terms(args: Namespace, step: Step, row: Row, scores: Scores) -> dict[str, Term]:
-    """Return the terms of one row by metric name; every row of a step has the same names."""
-    if isinstance(step.loss, CustomLoss):
-        return _custom_terms(step.loss, scores, row)
-    formulas: dict[str, Callable[[Namespace, Row, Scores], dict[str, Term]]] = {
-        "policy": _policy_terms,
-        "sft": _sft_terms,
-        "value": _value_terms,
-    }
-    return formulas[step.loss](args, row, scores)
+@dataclass(frozen=True)
+class RowTerms:
+    """One row's part of everything that a step computes.
+
+    Attributes:
+        terms: By metric name; every row of a step has the same names.
+        kept: T entries 0 and 1, the active tokens that a correction left.
+    """
+
+    terms: Mapping[str, Term]
+    kept: Sequence[int]
+
+
+def row_terms(args: Namespace, step: Step, row: Row, scores: Scores) -> RowTerms:
+    """Return the terms of one row."""
+    if step.loss == "policy":
+        return _policy_terms(args, step, row, scores)
+    if step.loss == "sft":
+        return RowTerms(_sft_terms(scores), row.mask)
+    if step.loss == "value":
+        return RowTerms(_value_terms(args, row, scores), row.mask)
+    return RowTerms(_custom_terms(step.loss, scores, row), row.mask)
 
 
 def _custom_terms(loss: CustomLoss, scores: Scores, row: Row) -> dict[str, Term]:
     values = loss.definition(scores, row)
     values = values if isinstance(values, Mapping) else {"loss": values}
-    terms = {name: Term(value, PER_TOKEN_ONLY) for name, value in values.items()}
-    return terms | {"loss": replace(terms["loss"], average=FOLLOWS_MODE, weight=1.0)}
+    return {name: Term(value, DEFAULT_LOSS, float(name == "loss")) for name, value in values.items()}
 
 
-def _sft_terms(args: Namespace, row: Row, scores: Scores) -> dict[str, Term]:
-    return {"loss": Term(-scores.log_probs, FOLLOWS_MODE, 1.0)}
+def _sft_terms(scores: Scores) -> dict[str, Term]:
+    return {"loss": Term(-scores.log_probs, DEFAULT_LOSS, 1.0)}
 
 
 def _value_terms(args: Namespace, row: Row, scores: Scores) -> dict[str, Term]:
@@ -69,14 +87,15 @@ def _value_terms(args: Namespace, row: Row, scores: Scores) -> dict[str, Term]:
     loss = torch.maximum((value - target) ** 2, (clipped - target) ** 2)
     was_clipped = ((value - old).abs() > args.value_clip).double()
     return {
-        "value_loss": Term(loss, FOLLOWS_MODE, 1.0),
-        "value_clipfrac": Term(was_clipped, PER_TOKEN_ONLY),
+        "value_loss": Term(loss, DEFAULT_LOSS, 1.0),
+        "value_clipfrac": Term(was_clipped, DEFAULT_LOSS),
     }
 
 
-def _policy_terms(args: Namespace, row: Row, scores: Scores) -> dict[str, Term]:
+def _policy_terms(args: Namespace, step: Step, row: Row, scores: Scores) -> RowTerms:
     """PPO's clipped surrogate with w = pi / pi_old, its metrics, and the optional terms that `args` asks for."""
-    old = _old_log_probs(args, row, scores)
+    trained = _trained_log_probs(args, row, scores)
+    old = _column(row, "rollout_log_probs") if args.use_rollout_logprobs else trained
     log_ratio = scores.log_probs - old
     if args.advantage_estimator == "gspo":
         log_ratio = _row_mean(log_ratio, row)
@@ -86,42 +105,41 @@ def _policy_terms(args: Namespace, row: Row, scores: Scores) -> dict[str, Term]:
     surrogate = torch.where(clipped > unclipped, clipped, unclipped)
     if args.eps_clip_c is not None and row.advantage < 0:
         surrogate = surrogate.clamp(max=-args.eps_clip_c * row.advantage)
-    trained = old if row.log_probs is None else _column(row, "log_probs")
-    mismatch = _mismatch_terms(row, trained)
-    if args.use_tis:
-        tis = (trained - _column(row, "rollout_log_probs")).exp()
-        kept = tis.clamp(args.tis_clip_low, args.tis_clip)
-        surrogate = surrogate * kept
-        mismatch |= {"tis": Term(tis), "tis_abs": Term((tis - 1).abs()), "tis_clipfrac": Term((kept != tis).double())}
-    if args.use_tis or args.get_mismatch_metrics:
-        mismatch["ois"] = Term(ratio)
+    corrected = correct_row(args, step.correction, row, trained)
     effective = _row_mean(ratio, row) ** 2 / _row_mean(ratio**2, row).clamp_min(torch.finfo(torch.float64).tiny)
+    auxiliary = {"match": MAIN_TERM, "sample_mean": KEPT_TOKENS}[args.aux_loss_aggregation]
     terms = {
-        "pg_loss": Term(surrogate, FOLLOWS_MODE, 1.0),
-        "entropy_loss": Term(scores.entropy, SAMPLE_MEAN, -args.entropy_coef),
-        "pg_clipfrac": Term((clipped > unclipped).double()),
-        "ppo_kl": Term(-log_ratio),
-        "ess_ratio": Term(effective, PER_TOKEN_ONLY),
+        "pg_loss": Term(surrogate * corrected.factors, MAIN_TERM, 1.0),
+        "entropy_loss": Term(scores.entropy, auxiliary, -args.entropy_coef),
+        "pg_clipfrac": Term((clipped > unclipped).double(), KEPT_TOKENS),
+        "ppo_kl": Term(-log_ratio, KEPT_TOKENS),
+        "ess_ratio": Term(effective, ALL_TOKENS_BY_MODE),
     }
     if args.use_kl_loss:
-        terms["kl_loss"] = Term(_kl(args, row, scores.log_probs, old), SAMPLE_MEAN, args.kl_loss_coef)
-    return terms | mismatch
+        terms["kl_loss"] = Term(_kl(args, row, scores.log_probs, old), auxiliary, args.kl_loss_coef)
+    if args.use_tis or args.get_mismatch_metrics:
+        terms["ois"] = Term(ratio)
+    mismatch = _mismatch_metrics(row, trained) | corrected.metrics
+    return RowTerms(terms | {name: Term(values) for name, values in mismatch.items()}, corrected.kept)
 
 
-def _old_log_probs(args: Namespace, row: Row, scores: Scores) -> Tensor:
-    if args.use_rollout_logprobs:
-        return _column(row, "rollout_log_probs")
-    return scores.log_probs.detach() if row.log_probs is None else _column(row, "log_probs")
+def _trained_log_probs(args: Namespace, row: Row, scores: Scores) -> Tensor:
+    """Log-probs under the engine that trains, before the step."""
+    if row.log_probs is not None:
+        return _column(row, "log_probs")
+    if args.use_rollout_logprobs and not args.get_mismatch_metrics:
+        return _column(row, "rollout_log_probs")  # nothing asks the backend for its own
+    return scores.log_probs.detach()
 
 
-def _mismatch_terms(row: Row, trained: Tensor) -> dict[str, Term]:
-    """How far the engine that sampled is from the one that trains, before the step."""
+def _mismatch_metrics(row: Row, trained: Tensor) -> dict[str, Tensor]:
+    """How far the engine that sampled is from the one that trains."""
     if row.rollout_log_probs is None:
         return {}
     log_ratio = _column(row, "rollout_log_probs") - trained
     return {
-        "train_rollout_logprob_abs_diff": Term(log_ratio.abs()),
-        "train_rollout_kl": Term((torch.exp(-log_ratio) - 1 + log_ratio).clamp(-10, 10)),
+        "train_rollout_logprob_abs_diff": log_ratio.abs(),
+        "train_rollout_kl": (torch.exp(-log_ratio) - 1 + log_ratio).clamp(-10, 10),
     }
 
 

@@ -6,7 +6,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from miles.ray.rollout.dp_split import add_ordinals
 from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
+from miles.testing.averages import rollout_keys
 from miles.testing.step import VOCAB_SIZE, CustomLoss, Cut, Step
 from miles.utils.arguments import parse_args
 from miles.utils.types import Sample
@@ -24,7 +26,7 @@ def make_args(step: Step, cut: Cut, *, backend_options: Sequence[str] = ()) -> N
         UserError: the step or the cut is one that a run refuses.
     """
     longest = max(row.total_length for row in step.rows)
-    num_rollouts = len({_rollout_key(step, index) for index in range(len(step.rows))})
+    num_rollouts = len(set(rollout_keys(step.rows)))
     return parse_args(
         [
             *("--hidden-size", "8", "--num-layers", "2", "--num-attention-heads", "2", "--seed", "3"),
@@ -50,6 +52,10 @@ def _loss_options(step: Step) -> Iterator[str]:
     elif step.loss != "policy":
         path = step.loss.path if isinstance(step.loss, CustomLoss) else VALUE_LOSS_PATH
         yield from ("--loss-type", "custom_loss", "--custom-loss-function-path", path)
+    if step.correction is not None:
+        yield from ("--custom-tis-function-path", step.correction.path)
+    if step.reducer is not None:
+        yield from ("--custom-pg-loss-reducer-function-path", step.reducer.path)
 
 
 def _cut_options(step: Step, cut: Cut) -> Iterator[str]:
@@ -73,6 +79,7 @@ def make_shards(args: Namespace, step: Step, cut: Cut) -> list[dict[str, Any]]:
         column = [getattr(row, name) for row in step.rows]
         if None not in column:
             data[name] = column
+    add_ordinals(data)
     return [
         {**{key: [column[row] for row in rows] for key, column in data.items()}, "step_row_counts": [len(rows)]}
         for rows in cut.rows_by_rank(len(step.rows))
@@ -88,11 +95,6 @@ def row_tokens(step: Step, index: int) -> list[int]:
     return [1 + (spread * spread + 7 * place + 5 * place * spread) % (VOCAB_SIZE - 1) for place in range(length)]
 
 
-def _rollout_key(step: Step, index: int) -> tuple[str, int]:
-    rollout = step.rows[index].rollout
-    return ("row", index) if rollout is None else ("rollout", rollout)
-
-
 def _sample(step: Step, index: int) -> Sample:
     row = step.rows[index]
     return Sample(
@@ -103,6 +105,7 @@ def _sample(step: Step, index: int) -> Sample:
         response_length=row.response_length,
         reward=row.advantage,
         loss_mask=list(row.mask),
+        loss_weights=None if row.loss_weights is None else list(row.loss_weights),
         rollout_log_probs=None if row.rollout_log_probs is None else list(row.rollout_log_probs),
         status=Sample.Status.COMPLETED,
     )

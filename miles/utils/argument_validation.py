@@ -157,6 +157,11 @@ def _combination_rules(args: Any) -> list[tuple[bool, str]]:
             f"--tis-clip-low {args.tis_clip_low} must not exceed --tis-clip {args.tis_clip}",
         ),
         (
+            args.tis_type != "truncated" and args.tis_clip_low == args.tis_clip,
+            f"--tis-type {args.tis_type} rejects what lies outside its bounds, so --tis-clip-low must be below "
+            f"--tis-clip; both are {args.tis_clip}",
+        ),
+        (
             args.load_debug_rollout_data is None and args.rollout_max_response_len >= args.max_position_embeddings,
             f"--rollout-max-response-len {args.rollout_max_response_len} must be below --max-position-embeddings "
             f"{args.max_position_embeddings}, which has to hold the prompt too",

@@ -4,7 +4,24 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from miles.utils.errors import UserError
+
 logger = logging.getLogger(__name__)
+
+
+def _has_correction(args: Any) -> bool:
+    return args.use_tis or args.get_mismatch_metrics
+
+
+def _reducer_wants_context(args: Any) -> bool:
+    # Here, not at the top, since it imports torch, which `--help` has to do without.
+    from miles.backends.training_utils.loss_hub.pg_loss_reducer import wants_context
+
+    try:
+        return wants_context(args)
+    except UserError:  # a path that names no function, which validation is about to say
+        return False
+
 
 _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
@@ -19,22 +36,45 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] 
         "--use-kl-loss is not set",
     ),
     (
-        ("tis_clip", "tis_clip_low", "custom_tis_function_path"),
-        lambda args: not (args.use_tis or args.get_mismatch_metrics),
+        ("tis_type", "tis_clip", "tis_clip_low", "rejected_tokens", "custom_tis_function_path"),
+        lambda args: not _has_correction(args),
         "neither --use-tis nor --get-mismatch-metrics is set",
+    ),
+    (
+        ("tis_type",),
+        lambda args: _has_correction(args) and args.custom_tis_function_path is not None,
+        "--custom-tis-function-path takes precedence",
+    ),
+    (
+        ("rejected_tokens",),
+        lambda args: args.use_tis and args.custom_tis_function_path is None and args.tis_type == "truncated",
+        "--tis-type truncated rejects no token",
+    ),
+    (
+        ("rejected_tokens",),
+        lambda args: args.get_mismatch_metrics and not args.use_tis and args.custom_tis_function_path is None,
+        "--get-mismatch-metrics without --use-tis rejects no token",
     ),
     (
         # Not under token_mean: the custom reducer's sum is then divided by the step's tokens.
         ("loss_aggregation", "loss_aggregation_divisor"),
         lambda args: args.custom_pg_loss_reducer_function_path
-        and args.loss_aggregation in ("prompt_mean", "constant"),
+        and args.loss_aggregation in ("prompt_mean", "constant")
+        and not _reducer_wants_context(args),
         "--custom-pg-loss-reducer-function-path takes precedence for the policy loss",
     ),
     (
+        ("loss_weight_normalization",),
+        lambda args: args.loss_type == "policy_loss"
+        and args.loss_aggregation == "constant"
+        and args.custom_pg_loss_reducer_function_path is None,
+        "--loss-aggregation constant divides by neither weights nor tokens",
+    ),
+    (
         (
-            *("eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "use_kl_loss", "use_tis"),
-            *("get_mismatch_metrics", "advantage_estimator", "custom_pg_loss_reducer_function_path"),
-            *("rm_type", "custom_rm_path"),
+            *("eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "use_kl_loss", "aux_loss_aggregation"),
+            *("use_tis", "tis_type", "rejected_tokens", "get_mismatch_metrics", "advantage_estimator"),
+            *("custom_pg_loss_reducer_function_path", "rm_type", "custom_rm_path"),
         ),
         lambda args: args.loss_type == "sft_loss",
         "--loss-type sft_loss has neither policy-gradient term nor reward",
@@ -58,7 +98,6 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] 
         lambda args: args.load_debug_rollout_data is not None,
         "--load-debug-rollout-data brings samples with their rewards",
     ),
-    (("prompt_groups",), lambda args: args.loss_aggregation != "prompt_mean", "only prompt_mean looks at groups"),
     (
         ("rewards_normalization", "grpo_std_normalization"),
         lambda args: args.custom_reward_post_process_path is not None,

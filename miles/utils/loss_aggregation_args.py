@@ -3,9 +3,10 @@
 import difflib
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
-from miles.utils.argument_groups import LOSS_AGGREGATIONS
+from miles.utils.argument_groups import LAW_CHOICES, LOSS_AGGREGATIONS
 from miles.utils.errors import UserError
 
 
@@ -47,6 +48,8 @@ def validate_loss_aggregation_args(args: Any) -> None:
             f"--loss-aggregation {mode} is incompatible with --calculate-per-token-loss, which is the legacy spelling "
             "of token_mean; leave one of the two out"
         )
+    for name, allowed in LAW_CHOICES.items():
+        _check_choice(name, getattr(args, name, allowed[0]), allowed)
     _check_divisor(mode, args.loss_aggregation_divisor)
     _check_loss_type(mode, args)
     _check_prompt_groups(mode, args)
@@ -67,6 +70,14 @@ def check_loss_aggregation_mode(mode: Any) -> None:
         close = difflib.get_close_matches(mode.lower().replace("-", "_"), LOSS_AGGREGATIONS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise UserError(f"Unknown --loss-aggregation mode {mode!r}; allowed: {', '.join(LOSS_AGGREGATIONS)}{hint}")
+
+
+def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Check a value that argparse has not seen, such as one of a host's namespace."""
+    if value not in allowed:
+        raise UserError(
+            f"--{name.replace('_', '-')} must be one of {', '.join(allowed)}; got {value!r} ({type(value).__name__})"
+        )
 
 
 def _check_divisor(mode: str, divisor: Any) -> None:
@@ -97,6 +108,8 @@ def _check_loss_type(mode: str, args: Any) -> None:
         )
     if loss_type != "policy_loss" or mode != "token_mean":
         return
+    if getattr(args, "aux_loss_aggregation", "sample_mean") == "match":
+        return
     coefficients = {"--entropy-coef": getattr(args, "entropy_coef", 0.0)}
     if getattr(args, "use_kl_loss", False):
         coefficients["--kl-loss-coef"] = getattr(args, "kl_loss_coef", 0.0)
@@ -105,7 +118,8 @@ def _check_loss_type(mode: str, args: Any) -> None:
         raise UserError(
             "--loss-aggregation token_mean cannot be combined with a nonzero entropy or KL-loss coefficient: "
             "auxiliary policy-loss terms are sample-normalized and would be divided by the token count; "
-            f"got {', '.join(given)}. Set it to 0, or choose another mode"
+            f"got {', '.join(given)}. Pass --aux-loss-aggregation match, which makes them token means too, set it to "
+            "0, or choose another mode"
         )
 
 

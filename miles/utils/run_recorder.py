@@ -10,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from miles.utils.tracking import METRICS_NAME, REWARD_KEY, ROLLOUT_KEY, MetricsLog, describe_run
+from miles.utils.tracking import LOSS_KEY, METRICS_NAME, REWARD_KEY, ROLLOUT_KEY, MetricsLog, describe_run, is_skipped
 
 REFRESH_SECONDS = 0.2
 STEP_KEY = "train/step"
@@ -50,7 +50,8 @@ class RunRecorder(SilentRecorder):
         """Open the metrics of a run.
 
         Args:
-            args: Reads num_rollout, num_steps_per_rollout and load.
+            args: Reads num_rollout and num_steps_per_rollout, how many steps a rollout is expected to have (with
+                `--prompt-groups ragged` it may have others).
             directory: The run's folder.
             first_rollout_id: The rollout to be trained next.
             started: `time.monotonic()` at the start of the run.
@@ -120,16 +121,21 @@ class RunRecorder(SilentRecorder):
                 "perf/step_time": self._lap(),
             }
         )
-        logger.info("step %d: %s", metrics[STEP_KEY], " ".join(_shown(metrics)))
-        shown = {"loss": metrics.get("train/loss"), "reward": metrics.get(REWARD_KEY)}
+        skipped = "skipped, nothing was left to train on; " if is_skipped(metrics) else ""
+        logger.info("step %d: %s%s", metrics[STEP_KEY], skipped, " ".join(_shown(metrics)))
+        shown = {"loss": metrics.get(LOSS_KEY), "reward": metrics.get(REWARD_KEY)}
         self._bar.set_postfix(
             {name: f"{value:.3f}" for name, value in shown.items() if value is not None}, refresh=False
         )
+        self._bar.total = max(self._bar.total, self._bar.n + 1)
         self._bar.update()
 
     def end_rollout(self, rollout_id: int, checkpoint: Path | None) -> None:
-        """Count the rollout as done."""
+        """Count the rollout as done, and expect the steps of those that are left."""
         self._num_rollouts = rollout_id + 1
+        num_left = self._args.num_rollout - self._num_rollouts
+        self._bar.total = self._bar.n + num_left * self._args.num_steps_per_rollout
+        self._bar.refresh()
         self._checkpoint = checkpoint or self._checkpoint
 
     def _lap(self) -> float:

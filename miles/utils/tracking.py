@@ -21,6 +21,9 @@ ROLLOUT_KEY = "rollout/step"
 """Key of the rollout's number in each line of metrics."""
 REWARD_KEY = "rollout/raw_reward"
 TOKENS_KEY = "train/num_tokens"
+LOSS_KEY = "train/loss"
+SKIPPED_KEY = "train/skipped_steps"
+"""Steps skipped so far, in the metrics of a skipped step, which have no loss."""
 NUM_COMPARED_STEPS = 10
 """Steps at each end of a run over which the summary averages the reward."""
 
@@ -75,6 +78,11 @@ class MetricsLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def is_skipped(metrics: Mapping[str, Any]) -> bool:
+    """Whether the metrics are those of a step that was skipped, since nothing of it was left to train on."""
+    return SKIPPED_KEY in metrics and LOSS_KEY not in metrics
 
 
 def make_output_dir(args: Namespace, *, now: float) -> Path:
@@ -155,8 +163,10 @@ def describe_run(
     records = metrics.records
     state = "finished" if num_rollouts >= num_planned else "stopped"
     tokens = sum(record.get(TOKENS_KEY) or 0 for record in records)
+    num_skipped = sum(map(is_skipped, records))
+    skipped = f" ({num_skipped} more skipped)" if num_skipped else ""
     lines = [
-        f"{state}: {num_rollouts} of {num_planned} rollouts, {len(records)} optimizer steps, "
+        f"{state}: {num_rollouts} of {num_planned} rollouts, {len(records) - num_skipped} optimizer steps{skipped}, "
         f"{tokens:,} response tokens trained on, {seconds:.1f} s"
     ]
     rewards = [record[REWARD_KEY] for record in records if record.get(REWARD_KEY) is not None]

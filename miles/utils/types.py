@@ -19,19 +19,22 @@ each optimizer step, in order."""
 class Sample:
     """One training row: a prompt, one response, and what rollout learned about it.
 
-    Token-level lists (`loss_mask`, `rollout_log_probs`) cover the response only, so their length is
+    Token-level lists (`loss_mask`, `rollout_log_probs`, `loss_weights`) cover the response only, so their length is
     `response_length`; `tokens` is prompt + response. Field names are the host trainer's, so its dumps read unchanged.
 
     Attributes:
         group_index: Which prompt group the row belongs to; rows of one prompt share it.
         index: Position of the row in the run's stream of rows.
         rollout_id: Which rollout the row is a part of, where one rollout is stored as several rows; None means that
-            the row is a rollout of its own.
+            the row is a rollout of its own. The rows of a rollout share `group_index` and reward.
         reward: Scalar reward, or a mapping of named rewards from which `--reward-key` picks.
         loss_mask: 0/1 per response token; None means all ones.
         rollout_log_probs: Log-probability (nats) of each response token under the policy that sampled it.
         remove_sample: Keep the row in every count of samples, but mask all of its tokens.
         train_metadata: Free-form data for custom loss functions.
+        loss_weights: How much each response token weighs in the loss, beside the mask: finite, at least 0; None means
+            all ones. A mean of the loss is the weighted mean (`--loss-weight-normalization`); metrics are not
+            weighted.
     """
 
     class Status(Enum):
@@ -59,6 +62,7 @@ class Sample:
     status: Status = Status.PENDING
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None
+    loss_weights: list[float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain-data form that a rollout dump stores (extra attributes included)."""

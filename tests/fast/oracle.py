@@ -16,13 +16,18 @@ MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 @dataclass(frozen=True)
 class Row:
-    """One training row. `rollout=None`: the row is a rollout of its own."""
+    """One training row. `rollout=None`: the row is a rollout of its own.
+
+    `kept` is the mask that a correction left, `loss_weights` weighs tokens; None: the mask itself, weights of 1.
+    """
 
     mask: tuple[int, ...]
     values: tuple[Fraction, ...]
     group: int = 0
     rollout: int | None = None
     prompt_length: int = 2
+    kept: tuple[int, ...] | None = None
+    loss_weights: tuple[Fraction, ...] | None = None
 
     @staticmethod
     def of(mask: Iterable[int], values: Iterable[float], **fields: int | None) -> Row:
@@ -37,13 +42,48 @@ class Row:
     def total_length(self) -> int:
         return self.prompt_length + len(self.mask)
 
+    @property
+    def kept_mask(self) -> tuple[int, ...]:
+        return self.mask if self.kept is None else self.kept
+
+    @property
+    def token_weights(self) -> tuple[Fraction | int, ...]:
+        return (1,) * len(self.mask) if self.loss_weights is None else self.loss_weights
+
     def masked_sum(self, values: Sequence[Fraction | int]) -> Fraction:
-        """Sum of the values at active tokens; what stands at a masked position is never looked at."""
+        """Weighted sum of the values at kept tokens; what stands at any other position is never looked at."""
         total = Fraction(0)
-        for bit, value in zip(self.mask, values, strict=True):
+        for bit, weight, value in zip(self.kept_mask, self.token_weights, values, strict=True):
             if bit and value:
-                total += value
+                total += weight * value
         return total
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What the divisors count of a token: two values of `--rejected-tokens` and `--loss-weight-normalization`."""
+
+    rejected_tokens: str = "drop"
+    loss_weight_normalization: str = "weights"
+
+    def total(self, row: Row) -> Fraction | int:
+        """What is counted of a row."""
+        mask = {"drop": row.kept_mask, "keep": row.mask}[self.rejected_tokens]
+        weights = {"weights": row.token_weights, "tokens": (1,) * len(mask)}[self.loss_weight_normalization]
+        return sum(weight for bit, weight in zip(mask, weights, strict=True) if bit)
+
+
+DEFAULT = Counting()
+
+
+def unweighted(rows: Iterable[Row]) -> list[Row]:
+    """The rows with every weight 1, as metrics and auxiliary terms see them by default."""
+    return [replace(row, loss_weights=None) for row in rows]
+
+
+def original(rows: Iterable[Row]) -> list[Row]:
+    """The rows before any correction and without weights, as mismatch metrics see them."""
+    return [replace(row, kept=None, loss_weights=None) for row in rows]
 
 
 def _together(rows: Sequence[Row], keys: Iterable[Hashable]) -> list[list[int]]:
@@ -66,19 +106,24 @@ def groups(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def num_tokens(rows: Sequence[Row]) -> int:
-    """Active tokens of the step."""
+    """Active tokens of the step, before any correction."""
     return sum(sum(row.mask) for row in rows)
 
 
-def mean_over(rows: Sequence[Row], sets: list[list[int]], column: Sequence[Sequence[Fraction | int]]) -> Fraction:
-    """Mean over the sets of the token mean inside each; a set without an active token counts as zero."""
+def mean_over(
+    rows: Sequence[Row],
+    sets: list[list[int]],
+    column: Sequence[Sequence[Fraction | int]],
+    counting: Counting = DEFAULT,
+) -> Fraction:
+    """Mean over the sets of the token mean inside each; a set of which nothing is counted counts as zero."""
     total = Fraction(0)
     for members in sets:
         inside = Fraction(0)
-        tokens = 0
+        tokens = Fraction(0)
         for i in members:
             inside += rows[i].masked_sum(column[i])
-            tokens += sum(rows[i].mask)
+            tokens += counting.total(rows[i])
         if tokens:
             total += inside / tokens
     return total / len(sets)
@@ -89,34 +134,43 @@ def value(
     mode: str,
     divisor: float | None = None,
     column: Sequence[Sequence[Fraction | int]] | None = None,
+    counting: Counting = DEFAULT,
 ) -> Fraction:
-    """The scalar that `mode` names, of the rows' values or of another per-token `column`."""
+    """The scalar that `mode` names, of the rows' values or of another per-token `column`.
+
+    Raises:
+        ZeroDivisionError: a `token_mean` of which nothing is counted; such a step is skipped.
+    """
     column = [row.values for row in rows] if column is None else column
     if mode == "sample_mean":
-        return mean_over(rows, rollouts(rows), column)
+        return mean_over(rows, rollouts(rows), column, counting)
     if mode == "prompt_mean":
-        return mean_over(rows, groups(rows), column)
+        return mean_over(rows, groups(rows), column, counting)
     everything = sum((row.masked_sum(xs) for row, xs in zip(rows, column, strict=True)), Fraction(0))
     if mode == "token_mean":
-        return everything / num_tokens(rows)
+        return everything / sum(counting.total(row) for row in rows)
     assert mode == "constant", mode
     return everything / (Fraction(divisor) * len(rollouts(rows)))
 
 
-def weights(rows: Sequence[Row], mode: str, divisor: float | None = None) -> tuple[tuple[Fraction, ...], ...]:
+def weights(
+    rows: Sequence[Row], mode: str, divisor: float | None = None, counting: Counting = DEFAULT
+) -> tuple[tuple[Fraction, ...], ...]:
     """d value / d x of every token: the value is linear in x, so raising one token from 0 to 1 gives it exactly."""
-    return _weights(tuple(rows), mode, divisor)
+    return _weights(tuple(rows), mode, divisor, counting)
 
 
 @functools.lru_cache(maxsize=1024)
-def _weights(rows: tuple[Row, ...], mode: str, divisor: float | None) -> tuple[tuple[Fraction, ...], ...]:
+def _weights(
+    rows: tuple[Row, ...], mode: str, divisor: float | None, counting: Counting
+) -> tuple[tuple[Fraction, ...], ...]:
     slopes = []
     for i, row in enumerate(rows):
         slopes.append([])
         for t in range(row.response_length):
             column = [[0] * other.response_length for other in rows]
             column[i][t] = 1
-            slopes[i].append(value(rows, mode, divisor, column))
+            slopes[i].append(value(rows, mode, divisor, column, counting))
     return tuple(map(tuple, slopes))
 
 

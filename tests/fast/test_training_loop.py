@@ -41,6 +41,25 @@ def test_shards_hold_every_row_once(size):
     assert sorted(index for shard in shards for index in shard["sample_indices"]) == list(range(len(samples)))
 
 
+def test_ragged_shards_of_a_filtered_rollout():
+    """Thirteen of sixteen samples are left, eight to a step: round(1.625) = 2 steps, over any number of ranks."""
+    samples = [sample for sample in make_samples(0) if sample.index not in (3, 8, 9)]
+
+    def shards_of(size, *options):
+        ranks = [Namespace(rank=rank, size=size) for rank in range(size)]
+        return [make_shard(make_args(*options), samples, rank, vocab_size=VOCAB_SIZE) for rank in ranks]
+
+    for size in (1, 3):
+        shards = shards_of(size, "--prompt-groups", "ragged", "--loss-aggregation", "prompt_mean")
+        assert sorted(index for shard in shards for index in shard["sample_indices"]) == [s.index for s in samples]
+        # Groups of 2, 1, 2, 2, 2, 2, 2 samples, cut nearest to 6.5: 7 and 6.
+        assert [sum(shard["step_row_counts"][step] for shard in shards) for step in range(2)] == [7, 6]
+    with pytest.raises(UserError, match="complete prompt groups"):
+        shards_of(1, "--loss-aggregation", "prompt_mean")
+    with pytest.raises(UserError, match=r"13 samples, which is not a multiple of global_batch_size 8; .*ragged"):
+        shards_of(1)
+
+
 def test_custom_conversion_and_rewards_are_called(monkeypatch):
     args = make_args()
     args.custom_reward_post_process_path = f"{__name__}.constant_rewards"

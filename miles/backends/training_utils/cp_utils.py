@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed.nn.functional as dist_nn
 
-from miles.backends.training_utils.loss_aggregation import make_reducer, mask_sums
+from miles.backends.training_utils.loss_aggregation import concat, make_reducer, mask_sums
 from miles.backends.training_utils.parallel import get_parallel_state
 
 Range = tuple[int, int]
@@ -130,6 +130,27 @@ def get_local_response_loss_masks(
             total_lengths, response_lengths, loss_masks, max_seq_lens, strict=True
         )
     ]
+
+
+def gather_responses_with_cp(
+    local_rows: Sequence[torch.Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    qkv_format: str = "thd",
+    max_seq_lens: Sequence[int] | None = None,
+) -> list[torch.Tensor]:
+    """Put the tokens of all context-parallel ranks together: `[T_i]` to `[response_length]` of each of B rows.
+
+    The inverse of `get_local_response_loss_masks`; one collective over the context-parallel ranks, without gradient.
+    """
+    num_tokens = sum(response_lengths)
+    positions = torch.arange(num_tokens).split(list(response_lengths))
+    index = concat(get_local_response_loss_masks(total_lengths, response_lengths, positions, qkv_format, max_seq_lens))
+    local = concat(local_rows)
+    whole = local.new_zeros(num_tokens)
+    whole[index.to(local.device, torch.int64)] = local
+    whole = get_parallel_state().cp.all_reduce(whole).to(local.device)
+    return list(whole.split(list(response_lengths)))
 
 
 def slice_with_cp(

@@ -16,13 +16,22 @@ from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.seqlen_balancing import pack_by_token_budget
 from miles.utils.types import SHARD_COLUMNS, RolloutBatch
 
-TOKEN_COLUMNS = {"tokens": torch.int64, "loss_masks": torch.int64, "rollout_log_probs": torch.float32}
+TOKEN_COLUMNS = {
+    "tokens": torch.int64,
+    "loss_masks": torch.int64,
+    "loss_weights": torch.float32,
+    "rollout_log_probs": torch.float32,
+}
 """Columns with one list per row, which become one tensor per row."""
 
-COMPUTED_COLUMNS = ("log_probs", "ref_log_probs", "advantages", "returns", "values")
+COMPUTED_COLUMNS = dict.fromkeys(("log_probs", "ref_log_probs", "advantages", "returns", "values"), torch.float32) | {
+    "kept_masks": torch.int64
+}
 """Columns with one tensor per row that training adds."""
 
-SCALAR_COLUMNS = {"prompt_mask_sums": torch.int64, "rollout_mask_sums": torch.int64, "rollout_counts": torch.int64}
+SCALAR_COLUMNS = dict.fromkeys(
+    ("prompt_mask_sums", "rollout_mask_sums", "rollout_counts", "rollout_ordinals", "prompt_ordinals"), torch.int64
+)
 """Columns with one number per row that the loss reads on the device, which become one tensor."""
 
 
@@ -84,6 +93,10 @@ class DataIterator:
         rollout_data: The rank's rows.
         micro_batch_indices: Row positions of each micro-batch, steps one after another; a list may be empty.
         step_counts: The StepCounts of each micro-batch's step.
+
+    Attributes:
+        step_facts: More of each micro-batch's step, by the name under which the micro-batch has it; `term_counts`
+            differs from `step_counts` where a correction or loss weights change what is counted.
     """
 
     def __init__(
@@ -92,17 +105,18 @@ class DataIterator:
         self.rollout_data = rollout_data
         self.micro_batch_indices = micro_batch_indices
         self.step_counts = step_counts
+        self.step_facts: list[dict[str, Any]] = [{"term_counts": counts} for counts in step_counts]
         self.offset = 0
 
     def get_next(self) -> RolloutBatch:
-        """Return every per-row column of the next micro-batch's rows, and its step's "step_counts".
+        """Return every per-row column of the next micro-batch's rows, and its step's "step_counts" and facts.
 
         A micro-batch without rows comes as one row without tokens that counts as no sample, so that whoever handles
         rows, a plug-in say, need not think of it.
         """
         rows = self.micro_batch_indices[self.offset]
         num_rows = len(self.rollout_data["tokens"])
-        batch: RolloutBatch = {"step_counts": self.step_counts[self.offset]}
+        batch: RolloutBatch = {"step_counts": self.step_counts[self.offset], **self.step_facts[self.offset]}
         for key, column in self.rollout_data.items():
             if key in SHARD_COLUMNS or not isinstance(column, (list, torch.Tensor)) or len(column) != num_rows:
                 continue
@@ -115,6 +129,14 @@ class DataIterator:
         self.offset += 1
         return batch
 
+    def peek(self) -> tuple[StepCounts, StepCounts]:
+        """Return the counts of the next micro-batch's step, and those of its loss's main term."""
+        return self.step_counts[self.offset], self.step_facts[self.offset]["term_counts"]
+
+    def skip(self, num_microbatches: int) -> None:
+        """Leave the next micro-batches out."""
+        self.offset += num_microbatches
+
     def reset(self) -> DataIterator:
         """Go back to the first micro-batch and return self."""
         self.offset = 0
@@ -126,7 +148,7 @@ def _blank_entry(key: str, column: list[Any] | torch.Tensor) -> list[Any] | torc
     if isinstance(column, torch.Tensor):
         return column.new_zeros(1)
     if key in TOKEN_COLUMNS or key in COMPUTED_COLUMNS:
-        dtype = TOKEN_COLUMNS.get(key, torch.float32)
+        dtype = (TOKEN_COLUMNS | COMPUTED_COLUMNS)[key]
         return [column[0].new_zeros(0) if column else torch.zeros(0, dtype=dtype)]
     return [0 if key.endswith("_lengths") else None]
 

@@ -20,11 +20,14 @@ from miles.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
-ROW_METRICS = ("rewards", "raw_reward", "response_lengths", "total_lengths", "truncated", "round_number")
+ROLLOUT_METRICS = ("rewards", "raw_reward")
+"""Columns of the rollout log with one number per rollout, on each of its rows; logged as means over rollouts."""
+
+ROW_METRICS = ("response_lengths", "total_lengths", "truncated", "round_number")
 """Columns of the rollout log with one number per row; logged as means over rows."""
 
 TOKEN_METRICS = ("log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns", "values", "entropy")
-"""Columns of the rollout log with one value per response token; logged as sample means."""
+"""Columns of the rollout log with one value per response token; logged as means over rollouts of token means."""
 
 
 def aggregate_train_losses(losses_reduced: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -87,28 +90,36 @@ def _sums_and_normalizers(
 def log_rollout_data(rollout_id: int, args: Namespace, rollout_data: RolloutBatch) -> dict[str, float]:
     """Return (and log on the first rank) the means of the rollout's columns over all ranks.
 
-    Only the columns named above are metrics; whatever else travels with the rows is left alone. A collective over
-    DP x CP: every rank calls it with the same columns.
+    Only the columns named above are metrics; whatever else travels with the rows is left alone. Where a rollout is
+    stored as several rows, it counts once in the means over rollouts: its reward is its first row's, its token mean
+    that over all of its rows. Where the rows are the rollouts, means over rollouts and over rows are the same. A
+    collective over DP x CP: every rank calls it with the same columns.
 
     Args:
         rollout_id: Number of the rollout.
         args: Reads `qkv_format`.
-        rollout_data: The rank's rows.
+        rollout_data: The rank's rows; reads "rollout_counts" and "rollout_mask_sums" where present.
 
     Returns:
         "rollout/<column>" to mean, on every rank.
     """
     state = get_parallel_state()
+    num_rows = len(rollout_data["response_lengths"])
+    rollout_counts = torch.as_tensor(rollout_data.get("rollout_counts", [1] * num_rows)).cpu()
     names, pairs = [], []
-    for key in (*ROW_METRICS, *TOKEN_METRICS):
-        if rollout_data.get(key) is None:
+    for key in (*ROLLOUT_METRICS, *ROW_METRICS, *TOKEN_METRICS):
+        column = rollout_data.get(key)
+        if column is None:
             continue
-        column = rollout_data[key]
-        total = _sample_mean_sum(args, rollout_data, column) * state.cp.size if key in TOKEN_METRICS else sum(column)
+        if key in TOKEN_METRICS:
+            total, count = _sample_mean_sum(args, rollout_data, column) * state.cp.size, rollout_counts.sum()
+        elif key in ROLLOUT_METRICS:
+            total = torch.dot(torch.as_tensor(column, dtype=torch.float64).cpu(), rollout_counts.double())
+            count = rollout_counts.sum()
+        else:
+            total, count = sum(column), num_rows
         names.append(key)
-        pairs.append(
-            torch.stack([torch.as_tensor(total, dtype=torch.float64).cpu(), torch.tensor(float(len(column)))])
-        )
+        pairs.append(torch.stack([torch.as_tensor(value, dtype=torch.float64).cpu() for value in (total, count)]))
     totals = state.intra_dp_cp.all_reduce(torch.stack(pairs)).tolist()
     metrics = {f"rollout/{name}": total / count for name, (total, count) in zip(names, totals, strict=True) if count}
     if state.intra_dp_cp.rank == 0:
@@ -117,12 +128,14 @@ def log_rollout_data(rollout_id: int, args: Namespace, rollout_data: RolloutBatc
 
 
 def _sample_mean_sum(args: Namespace, rollout_data: RolloutBatch, column: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum over rollouts of token means, this rank's rows and context-parallel share of it."""
     reducer = get_sum_of_sample_mean(
         rollout_data["total_lengths"],
         rollout_data["response_lengths"],
         rollout_data["loss_masks"],
         qkv_format=args.qkv_format,
         max_seq_lens=rollout_data.get("max_seq_lens"),
+        sample_denoms=rollout_data.get("rollout_mask_sums"),
     )
     return reducer(concat(column).detach())
 

@@ -6,7 +6,8 @@ what they are given differently, and this is the one place that undoes it:
 - FSDP2 averages gradients over the data-parallel mesh and adds up micro-batches: multiply by the mesh's size.
 - Megatron-Core, not per-token, divides by `num_microbatches` and averages over DP x CP: multiply by both.
 - Megatron-Core, per-token, sums over everything and divides once by the token counts summed over DP x CP. Every
-  context-parallel rank reports whole-response counts, which makes that divisor cp_size * M: multiply by cp_size.
+  context-parallel rank reports whole-response counts, which makes that divisor cp_size * M: multiply by cp_size, and
+  by M / Z where a correction or loss weights make Z another number than M.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from typing import Any
 
 import torch
 
-from miles.backends.training_utils.cp_utils import (
-    as_row_tensor,
-    get_local_response_loss_masks,
-    get_sum_of_sample_mean,
-)
+from miles.backends.training_utils.cp_utils import as_row_tensor, get_local_response_loss_masks
 from miles.backends.training_utils.loss_aggregation import LossAggregation, Reducer, StepCounts, mask_sums
 from miles.backends.training_utils.loss_hub.advantages import compute_advantages, normalize_advantages
 from miles.backends.training_utils.loss_hub.losses import get_loss_function
+from miles.backends.training_utils.loss_hub.policy_reducers import sample_mean, token_sum
+from miles.backends.training_utils.loss_term import LossTerm
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.errors import UserError
 from miles.utils.types import RolloutBatch
@@ -74,10 +73,8 @@ def scale_data_parallel_token_mean_loss(
     Raises:
         ValueError: M is not positive.
     """
-    if global_num_tokens < 1:
-        raise ValueError(
-            f"token_mean needs at least one active token in the optimizer step, got {int(global_num_tokens)}"
-        )
+    if not global_num_tokens > 0:
+        raise ValueError(f"token_mean needs at least one active token in the optimizer step, got {global_num_tokens}")
     return loss * data_parallel_size / global_num_tokens
 
 
@@ -108,15 +105,17 @@ def loss_function(
         ValueError: a column is missing, or the mode does not exist.
     """
     per_token = LossAggregation.of(args) is LossAggregation.TOKEN_MEAN
-    reducer = _default_reducer(args, batch, per_token=per_token)
+    term = LossTerm.of(args, batch)
+    reducer = _default_reducer(args, batch, term, per_token=per_token)
     loss, metrics = _checked_loss(args, get_loss_function(args)(args, batch, logits, reducer))
     # An empty micro-batch still has to reach every parameter, or the other ranks wait for its gradients. A sum over no
     # elements is 0 with a zero gradient, whatever the logits hold.
     loss = loss + logits.reshape(-1)[:0].sum()
     num_tokens = get_active_token_count(batch["loss_masks"]).to(logits.device)
     normalizer = num_tokens if per_token else torch.ones_like(num_tokens)
-    scaled = _scale(args, batch, loss, num_microbatches, per_token=per_token, megatron=apply_megatron_loss_scaling)
-    return scaled, normalizer, _log_dict(metrics, _num_samples(batch), num_tokens, plain_is_token=per_token)
+    scaled = _scale(args, batch, term, loss, num_microbatches, megatron=apply_megatron_loss_scaling)
+    sums = {"tokens": num_tokens, "term": term.row_totals.sum().to(logits.device)}
+    return scaled, normalizer, _log_dict(metrics, _num_samples(batch), sums, plain_is_term=per_token)
 
 
 def _checked_loss(args: Namespace, result: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -133,32 +132,35 @@ def _checked_loss(args: Namespace, result: Any) -> tuple[torch.Tensor, Mapping[s
     return result[0].reshape(()), result[1]
 
 
-def _default_reducer(args: Namespace, batch: RolloutBatch, *, per_token: bool) -> Reducer:
-    """Build the reducer that a loss gets: the token sum, or the sample mean (of rollouts of several rows)."""
-    return get_sum_of_sample_mean(
-        batch["total_lengths"],
-        batch["response_lengths"],
-        batch["loss_masks"],
-        per_token,
-        args.qkv_format,
-        batch.get("max_seq_lens"),
-        sample_denoms=None if per_token else batch.get("rollout_mask_sums"),
-    )
+def _default_reducer(args: Namespace, batch: RolloutBatch, term: LossTerm, *, per_token: bool) -> Reducer:
+    """Build the reducer that a loss gets, weighted: the token sum, or the sample mean (over rollouts)."""
+    masks = batch["loss_masks"]
+    if per_token:
+        return term.weigh(args, batch, token_sum(args, batch, masks))
+    divisors = batch.get("rollout_mask_sums") if term.weights is None else term.rollout_totals
+    return term.weigh(args, batch, sample_mean(args, batch, masks, divisors))
 
 
 def _scale(
-    args: Namespace, batch: RolloutBatch, loss: torch.Tensor, num_microbatches: int, *, per_token: bool, megatron: bool
+    args: Namespace,
+    batch: RolloutBatch,
+    term: LossTerm,
+    loss: torch.Tensor,
+    num_microbatches: int,
+    *,
+    megatron: bool,
 ) -> torch.Tensor:
     """Apply the backend's factor of the module docstring."""
-    state = get_parallel_state()
+    state, mode = get_parallel_state(), LossAggregation.of(args)
     counts: StepCounts | None = batch.get("step_counts")
-    if per_token and megatron:
-        return loss * state.cp.size
-    if per_token:
+    if mode is LossAggregation.TOKEN_MEAN:
+        if megatron:
+            # Megatron divides by the active tokens, M; the term may count others.
+            return loss * state.cp.size * (1 if counts is None else counts.num_tokens / term.counts.normalizer(mode))
         if counts is None:
             return loss
         return scale_data_parallel_token_mean_loss(
-            loss, global_num_tokens=counts.num_tokens, data_parallel_size=state.intra_dp.size
+            loss, global_num_tokens=term.counts.normalizer(mode), data_parallel_size=state.intra_dp.size
         )
     num_samples = args.global_batch_size if counts is None else counts.num_samples
     factor = num_microbatches * state.intra_dp_cp.size if megatron else state.intra_dp.size
@@ -174,19 +176,27 @@ def _num_samples(batch: RolloutBatch) -> int | torch.Tensor:
 def _log_dict(
     metrics: Mapping[str, torch.Tensor],
     num_samples: int | torch.Tensor,
-    num_tokens: torch.Tensor,
+    sums: Mapping[str, torch.Tensor],
     *,
-    plain_is_token: bool,
+    plain_is_term: bool,
 ) -> LogDict:
-    """Pack metric sums with the counts that normalize them; `plain_is_token` says it of plain dicts."""
-    device = num_tokens.device
-    by_token = getattr(metrics, "token_normalized", frozenset(metrics) if plain_is_token else frozenset())
-    sums = [torch.as_tensor(value, dtype=torch.float32, device=device).detach() for value in metrics.values()]
+    """Pack metric sums with the counts that normalize them; `plain_is_term` says which count that is in plain dicts.
+
+    `sums` are the micro-batch's active "tokens" and what the main "term" counts of them.
+    """
+    device = sums["tokens"].device
+    by_token = getattr(metrics, "token_normalized", frozenset())
+    by_term = getattr(metrics, "term_normalized", frozenset(metrics) if plain_is_term else frozenset())
+    values = [torch.as_tensor(value, dtype=torch.float32, device=device).detach() for value in metrics.values()]
     samples = torch.as_tensor(num_samples, dtype=torch.int64, device=device)
-    if not by_token:
-        return {"keys": list(metrics), "values": torch.stack([samples.float(), *sums])}
-    normalizers = torch.stack([num_tokens if key in by_token else samples for key in metrics])
-    return {"keys": list(metrics), "values": torch.stack(sums), "normalizers": normalizers}
+    if not by_token and not by_term:
+        return {"keys": list(metrics), "values": torch.stack([samples.float(), *values])}
+    of_key = {
+        key: sums["tokens"] if key in by_token else sums["term"] if key in by_term else samples for key in metrics
+    }
+    dtype = sums["term"].dtype
+    normalizers = torch.stack([normalizer.to(dtype) for normalizer in of_key.values()])
+    return {"keys": list(metrics), "values": torch.stack(values), "normalizers": normalizers}
 
 
 def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) -> None:

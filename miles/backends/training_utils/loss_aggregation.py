@@ -71,14 +71,14 @@ class StepCounts:
     Attributes:
         num_samples: N. Rollouts, which are the rows unless one rollout is stored as several; fully masked ones count.
         num_prompts: P. Prompt groups; a group whose every token is masked counts. 0 where the step has no groups.
-        num_tokens: M. Active response tokens; a fully masked sample adds none.
+        num_tokens: M. Active response tokens; a fully masked sample adds none. A float where tokens count by a weight.
     """
 
     num_samples: int
     num_prompts: int
-    num_tokens: int
+    num_tokens: int | float
 
-    def normalizer(self, mode: LossAggregation) -> int:
+    def normalizer(self, mode: LossAggregation) -> int | float:
         """Return Z of the mode.
 
         Raises:
@@ -86,7 +86,7 @@ class StepCounts:
         """
         if mode is not LossAggregation.TOKEN_MEAN:
             return self.num_samples
-        if self.num_tokens < 1:
+        if not self.num_tokens > 0:
             raise ValueError(
                 f"token_mean needs at least one active token in the optimizer step, got {self.num_tokens}"
             )
@@ -96,16 +96,26 @@ class StepCounts:
 class MetricDict(dict[str, torch.Tensor]):
     """Scalar metrics of a micro-batch, each a local sum, with the step total that it has to be divided by.
 
-    It is a plain mapping of name to 0-d tensor for whoever only reads the sums; `token_normalized` names the keys that
-    are sums over tokens (divide by M). All other keys are sums over samples (divide by N).
+    It is a plain mapping of name to 0-d tensor for whoever only reads the sums. `token_normalized` names the keys that
+    are sums over active tokens (divide by M); `term_normalized` those that are sums over the tokens that the loss's
+    main term counts, which are others where a correction or loss weights changed them. All other keys are sums over
+    samples (divide by N).
     """
 
     def __init__(
-        self, per_sample: dict[str, torch.Tensor], per_token: dict[str, torch.Tensor], *, order: Sequence[str] = ()
+        self,
+        per_sample: dict[str, torch.Tensor],
+        per_token: dict[str, torch.Tensor],
+        per_term: dict[str, torch.Tensor] | None = None,
+        *,
+        order: Sequence[str] = (),
     ) -> None:
-        merged = {**per_sample, **per_token}
-        super().__init__({key: merged[key] for key in [*order, *(key for key in merged if key not in order)]})
+        per_term = per_term or {}
+        merged = {**per_sample, **per_token, **per_term}
+        first = [key for key in order if key in merged]
+        super().__init__({key: merged[key] for key in [*first, *(key for key in merged if key not in first)]})
         self.token_normalized = frozenset(per_token)
+        self.term_normalized = frozenset(per_term)
 
 
 def concat(rows: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -130,13 +140,13 @@ def mask_sums(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def prompt_denominators(prompt_mask_sums: torch.Tensor, *, prompts_per_sample: float) -> torch.Tensor:
-    """Return d_i of `prompt_mean`: max(M_g, 1) * P / N.
+    """Return d_i of `prompt_mean`: M_g * P / N, with 1 in place of an M_g of 0.
 
     The sum over samples divided by N then equals (1/P) sum_g (sum of the group's tokens) / max(M_g, 1): the token mean
     inside a group, then the mean over groups.
 
     Args:
-        prompt_mask_sums: `[B]` M_g on each row of group g, counted over the whole step.
+        prompt_mask_sums: `[B]` M_g on each row of group g, counted over the whole step; integers or weights.
         prompts_per_sample: P / N of the step; 1 / n with complete groups of n samples.
 
     Returns:
@@ -147,7 +157,12 @@ def prompt_denominators(prompt_mask_sums: torch.Tensor, *, prompts_per_sample: f
     """
     if not (math.isfinite(prompts_per_sample) and prompts_per_sample > 0):
         raise ValueError(f"prompts_per_sample must be positive and finite, got {prompts_per_sample!r}")
-    return prompt_mask_sums.clamp_min(1).to(torch.float64) * prompts_per_sample
+    return one_for_zero(prompt_mask_sums) * prompts_per_sample
+
+
+def one_for_zero(totals: torch.Tensor) -> torch.Tensor:
+    """Return totals as float64 divisors: 0, which stands over an empty sum, becomes 1."""
+    return torch.where(totals == 0, 1, totals).to(torch.float64)
 
 
 def make_reducer(loss_masks: Sequence[torch.Tensor], *, denominators: torch.Tensor | float) -> Reducer:
@@ -190,7 +205,7 @@ def _per_token(denominators: torch.Tensor | float, loss_masks: Sequence[torch.Te
             f"expected one denominator for each of {len(loss_masks)} rows, got {tuple(denominators.shape)}"
         )
     lengths = [mask.numel() for mask in loss_masks]
-    safe = torch.where(denominators == 0, 1, denominators).to(torch.float64)
+    safe = one_for_zero(denominators)
     repeats = torch.tensor(lengths, dtype=torch.int64, device=safe.device)
     # Without output_size, repeat_interleave would wait for the device to learn it.
     return torch.repeat_interleave(safe, repeats, output_size=sum(lengths))

@@ -18,6 +18,7 @@ from miles.backends.training_utils.loss import compute_advantages_and_returns
 from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.process_group import World
+from miles.backends.training_utils.step_totals import is_left_empty, prepare_loss_terms
 from miles.utils.distributed_utils import all_gather_objects, on_every_rank
 from miles.utils.errors import UserError
 from miles.utils.finite_checks import refuse_non_finite_log_probs, refuse_non_finite_step
@@ -34,6 +35,7 @@ class TrainActor(abc.ABC):
     Attributes:
         start_rollout_id: The rollout to train next: 0, or where the loaded checkpoint stopped.
         num_steps_done: Optimizer steps behind the present weights.
+        num_steps_skipped: Steps that were left out, since nothing was left of them.
         report: Told what is being done, for a person who watches.
     """
 
@@ -50,9 +52,10 @@ class TrainActor(abc.ABC):
         self.pad_token_id = pad_token_id
         self.start_rollout_id = 0
         self.num_steps_done = 0
+        self.num_steps_skipped = 0
         self.report: Callable[[str], None] = lambda phase: None
         self._replica: GPT | None = None
-        probe_pg_loss_reducer(args)
+        on_every_rank(lambda: probe_pg_loss_reducer(args))
         self._build()
         self._refuse_foreign_save_folder()
         self._load()
@@ -145,26 +148,56 @@ class TrainActor(abc.ABC):
                 data.update(self._compute_log_probs(iterators, num_microbatches, store_prefix=store_prefix))
         refuse_non_finite_log_probs(rollout_id, data)
         compute_advantages_and_returns(self.args, data)
+        prepare_loss_terms(self.args, data, iterators, num_microbatches)
         rollout_metrics = self._sync_metrics(log_rollout_data(rollout_id, self.args, data))
         _reset(iterators)
-        position = 0
         for step_id, total in enumerate(num_microbatches):
-            num_tokens = iterators[0].step_counts[position].num_tokens
-            position += total
-            loss_dict, grad_norm = self._compute_gradients(iterators, total)
-            refuse_non_finite_step(rollout_id, step_id, loss_dict, grad_norm)
-            extra = {"lr-pg_0": self._step(), "num_tokens": num_tokens}
-            self.num_steps_done += 1
-            step_metrics = log_train_step(
-                self.args, loss_dict, grad_norm, rollout_id, step_id, len(num_microbatches), extra_metrics=extra
-            )
+            counts = self._count_step(iterators[0])
+            self._warn_of_empty_step(rollout_id, step_id, counts)
+            if is_left_empty(self.args, counts["num_counted_tokens"]):
+                step_metrics = self._skip_step(iterators, total)
+            else:
+                loss_dict, grad_norm = self._compute_gradients(iterators, total)
+                refuse_non_finite_step(rollout_id, step_id, loss_dict, grad_norm)
+                extra = {"lr-pg_0": self._step(), **counts}
+                self.num_steps_done += 1
+                step_metrics = log_train_step(
+                    self.args, loss_dict, grad_norm, rollout_id, step_id, len(num_microbatches), extra_metrics=extra
+                )
+            # Steps are counted over the run: rollouts of ragged groups differ in their number of steps.
+            step_metrics["train/step"] = self.num_steps_done + self.num_steps_skipped - 1
             yield {**step_metrics, **rollout_metrics}
+
+    def _count_step(self, iterator: DataIterator) -> dict[str, float]:
+        """Return the coming step's active tokens, and what the loss's main term counts of them, on every rank."""
+        counts, term_counts = iterator.peek()
+        # Only the last pipeline stage knows what a correction left.
+        return self._sync_metrics({"num_tokens": counts.num_tokens, "num_counted_tokens": term_counts.num_tokens})
+
+    def _skip_step(self, iterators: list[DataIterator], num_microbatches: int) -> dict[str, float]:
+        """Leave a step out of which a mean cannot be taken; weights, optimizer and schedule stay as they are."""
+        for iterator in iterators:
+            iterator.skip(num_microbatches)
+        self.num_steps_skipped += 1
+        return {"train/skipped_steps": self.num_steps_skipped}
+
+    def _warn_of_empty_step(self, rollout_id: int, step_id: int, counts: dict[str, float]) -> None:
+        if self.world.rank == 0 and counts["num_counted_tokens"] == 0 < counts["num_tokens"]:
+            skips = is_left_empty(self.args, 0)
+            logger.warning(
+                "rollout %d, step %d: an off-policy correction or loss weights left no token, so %s; look at the "
+                "mismatch metrics and the weights, or widen --tis-clip-low and --tis-clip",
+                rollout_id,
+                step_id,
+                "there is no token mean and the step is skipped" if skips else "the loss's main term is zero",
+            )
 
     def save(self, rollout_id: int) -> Path:
         """Write a checkpoint that continues after `rollout_id`; every rank calls this. Returns its folder."""
         meta = {
             "rollout_id": rollout_id,
             "num_steps_done": self.num_steps_done,
+            "num_steps_skipped": self.num_steps_skipped,
             "architecture": self.describe_architecture(),
         }
         return checkpoint.save_checkpoint(Path(self.args.save), self._write_state, meta=meta, iteration=rollout_id + 1)
@@ -198,6 +231,7 @@ class TrainActor(abc.ABC):
         self._read_state(folder)
         self.start_rollout_id = meta["rollout_id"] + 1
         self.num_steps_done = meta["num_steps_done"]
+        self.num_steps_skipped = meta.get("num_steps_skipped", 0)
         logger.info("continuing from %s: rollout %d is next", folder, self.start_rollout_id)
 
     def _refuse_foreign_save_folder(self) -> None:

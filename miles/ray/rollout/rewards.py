@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from miles.ray.rollout.row_checks import finite_number
-from miles.ray.rollout.row_ids import name_of, rollout_ids_of
+from miles.ray.rollout.row_ids import name_of, ordinals, rollout_ids_of
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
@@ -70,22 +70,23 @@ def _is_list_like(part: Any) -> bool:
 def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards: Sequence[float]) -> list[float]:
     """Subtract each prompt group's mean over rollouts and, for GRPO and GSPO, divide by its standard deviation.
 
-    Rows of one rollout share its reward and count once. Samples without a `group_index` are grouped by their place,
+    Rows of one rollout share its reward and count once. Rollouts without a `group_index` are grouped by their place,
     `n_samples_per_prompt` at a time, as in the host's legacy batches.
     """
     by_place = any(sample.group_index is None for sample in samples)
+    rollouts = rollout_ids_of(samples)
     groups: dict[int, dict[Hashable, list[int]]] = {}
-    for row, (sample, rollout) in enumerate(zip(samples, rollout_ids_of(samples), strict=True)):
-        group = row // args.n_samples_per_prompt if by_place else sample.group_index
+    for row, (sample, rollout, place) in enumerate(zip(samples, rollouts, ordinals(rollouts), strict=True)):
+        group = place // args.n_samples_per_prompt if by_place else sample.group_index
         groups.setdefault(group, {}).setdefault(rollout, []).append(row)
     use_std = args.advantage_estimator in ("grpo", "gspo") and args.grpo_std_normalization
     normalized = [0.0] * len(samples)
-    for rollouts in groups.values():
-        rewards = torch.tensor([_shared_reward(raw_rewards, rows) for rows in rollouts.values()], dtype=torch.float64)
+    for members in groups.values():
+        rewards = torch.tensor([_shared_reward(raw_rewards, rows) for rows in members.values()], dtype=torch.float64)
         centred = rewards - rewards.mean()
         if use_std and len(rewards) > 1:
             centred = centred / (rewards.std() + 1e-6)
-        for rows, value in zip(rollouts.values(), centred.tolist(), strict=True):
+        for rows, value in zip(members.values(), centred.tolist(), strict=True):
             for row in rows:
                 name = f"{name_of(samples[row], row)} got from the normalization of its group the reward"
                 normalized[row] = finite_number(value, name)

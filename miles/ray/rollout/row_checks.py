@@ -1,4 +1,4 @@
-"""What training needs of a row and of the columns of a rollout, wherever they come from.
+"""What training needs of a row, wherever it comes from.
 
 Values are looked at as numpy arrays, one array for each row, so that long rows cost little.
 """
@@ -18,76 +18,6 @@ from miles.utils.errors import UserError
 LARGEST = torch.finfo(torch.float32).max
 """The largest number that training can hold, about 3.4e38."""
 
-NEEDED_COLUMNS = ("response_lengths", "loss_masks", "rewards")
-
-COUNT_COLUMNS = ("rollout_counts", "rollout_mask_sums", "prompt_counts", "prompt_mask_sums")
-"""Optional columns of one whole number for each row."""
-
-ID_COLUMNS = ("rollout_ids", "prompt_group_indices")
-"""Optional columns of one hashable identity for each row."""
-
-OTHER_COLUMNS = ("rollout_log_probs", "raw_reward", "truncated", "sample_indices", "round_number", "metadata")
-"""The optional columns that are left."""
-
-CUSTOM_CONVERSION = "--custom-convert-samples-to-train-data-path"
-
-
-def check_columns(data: Any) -> None:
-    """Check every column of a rollout's train data, which a custom conversion may have made.
-
-    Raises:
-        UserError: the data is no dict or has no rows; a column is missing, or no list with an entry for each row; a
-            row's tokens, mask or log-probs, or its reward, cannot be trained on.
-    """
-    if not isinstance(data, dict):
-        raise UserError(
-            f"train data must be a dict of columns, got {type(data).__name__}; "
-            f"mend what the function of {CUSTOM_CONVERSION} returns"
-        )
-    if not isinstance(data.get("tokens"), (list, tuple)) or not data["tokens"]:
-        got = (
-            f"{_short(data['tokens'])} ({type(data['tokens']).__name__})"
-            if "tokens" in data
-            else f"the columns {sorted(map(str, data))}"
-        )
-        raise UserError(
-            f"train data needs 'tokens', a list of at least one row of token ids, got {got}; "
-            f"mend what the function of {CUSTOM_CONVERSION} returns"
-        )
-    num_rows = len(data["tokens"])
-    for key in (*NEEDED_COLUMNS, *(key for key in COUNT_COLUMNS + ID_COLUMNS + OTHER_COLUMNS if key in data)):
-        _check_column(key, data.get(key, ()), num_rows)
-    for row, (tokens, length, mask) in enumerate(
-        zip(data["tokens"], data["response_lengths"], data["loss_masks"], strict=True)
-    ):
-        name = f"sample {row}"
-        check_tokens(name, tokens, length)
-        mask = checked_loss_mask(name, mask, length)
-        if "rollout_log_probs" in data:
-            checked_log_probs(name, data["rollout_log_probs"][row], mask)
-        for key in ("rewards", "raw_reward", "truncated", "round_number"):
-            if key in data:
-                finite_number(data[key][row], f"{name} has {key}")
-
-
-def _check_column(key: str, column: Any, num_rows: int) -> None:
-    if not isinstance(column, (list, tuple)):
-        raise UserError(
-            f"train data needs {key} as a list with an entry for each of {num_rows} rows, got "
-            f"{type(column).__name__}; mend what the function of {CUSTOM_CONVERSION} returns"
-        )
-    if len(column) != num_rows:
-        raise UserError(f"train data needs {key} for each of {num_rows} rows, got {len(column)}")
-    if key in COUNT_COLUMNS:
-        checked_values("train data", key, column, "iub", "whole numbers")
-    for row, value in enumerate(column if key in ID_COLUMNS else ()):
-        try:
-            hash(value)
-        except TypeError as error:
-            raise UserError(
-                f"sample {row} has {key} {_short(value)}; an identity must be hashable, such as an integer"
-            ) from error
-
 
 def check_id(name: str, field: str, value: Any) -> None:
     """Check that an identity of a sample is an integer or None.
@@ -96,7 +26,7 @@ def check_id(name: str, field: str, value: Any) -> None:
         UserError: it is something else.
     """
     if value is not None and not _is_integer(value):
-        raise UserError(f"{name} has {field} {_short(value)} ({type(value).__name__}); it must be an integer or None")
+        raise UserError(f"{name} has {field} {short(value)} ({type(value).__name__}); it must be an integer or None")
 
 
 def check_tokens(name: str, tokens: Any, response_length: Any) -> None:
@@ -112,7 +42,7 @@ def check_tokens(name: str, tokens: Any, response_length: Any) -> None:
     """
     if not _is_integer(response_length):
         raise UserError(
-            f"{name} has response_length {_short(response_length)} ({type(response_length).__name__}); it must be an "
+            f"{name} has response_length {short(response_length)} ({type(response_length).__name__}); it must be an "
             "integer, the number of response tokens"
         )
     checked_values(name, "tokens", tokens, "iu", "integers")
@@ -176,6 +106,33 @@ def checked_log_probs(name: str, log_probs: Any, mask: Sequence[int]) -> list[fl
     return values.tolist()
 
 
+def checked_loss_weights(name: str, weights: Any, response_length: int) -> list[float]:
+    """Return a row's loss weights, one for each response token, masked or not.
+
+    Args:
+        name: What messages call the row.
+        weights: Finite numbers that are not negative.
+        response_length: How many there must be.
+
+    Raises:
+        UserError: naming the row.
+    """
+    values = checked_values(name, "loss_weights", weights, "iuf", "numbers").astype(np.float64)
+    if len(values) != response_length:
+        raise UserError(
+            f"{name} has {len(values)} loss_weights for a response_length of {response_length}; "
+            "give one for each response token, masked ones included, or None for weights of 1"
+        )
+    wrong = ~((values >= 0) & (values <= LARGEST))
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise UserError(
+            f"{name} has loss_weights[{index}] = {values[index].item()}; a weight must be a finite number from 0 to "
+            f"{LARGEST:.1e}, at masked tokens too"
+        )
+    return values.tolist()
+
+
 def finite_number(value: Any, what: str, *, hint: str = "") -> float:
     """Return a number as a float: any that float32 can hold, a truth value or a 0-d tensor among them.
 
@@ -192,9 +149,7 @@ def finite_number(value: Any, what: str, *, hint: str = "") -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several values
         number = math.nan
     if not abs(number) <= LARGEST:
-        raise UserError(
-            f"{what} {_short(value)}; it must be a finite number, at most {LARGEST:.1e} in magnitude{hint}"
-        )
+        raise UserError(f"{what} {short(value)}; it must be a finite number, at most {LARGEST:.1e} in magnitude{hint}")
     return number
 
 
@@ -214,11 +169,11 @@ def checked_values(name: str, field: str, values: Any, kinds: str, allowed: str)
     array = _as_array(values)
     if array is None:
         raise UserError(
-            f"{name} has {field} {_short(values)} ({type(values).__name__}); it must be a flat list of {allowed}"
+            f"{name} has {field} {short(values)} ({type(values).__name__}); it must be a flat list of {allowed}"
         )
     if len(array) and array.dtype.kind not in kinds:
         place = next((place for place, value in enumerate(values) if not _is_of_kind(value, kinds)), None)
-        what = f"{field} of type {array.dtype}" if place is None else f"{field}[{place}] = {_short(values[place])}"
+        what = f"{field} of type {array.dtype}" if place is None else f"{field}[{place}] = {short(values[place])}"
         raise UserError(f"{name} has {what}; it must be a list of {allowed}")
     return array
 
@@ -244,7 +199,7 @@ def _is_of_kind(value: Any, kinds: str) -> bool:
     return array.ndim == 0 and array.dtype.kind in kinds
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """Return a value as messages show it: on one line, cut off where it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."

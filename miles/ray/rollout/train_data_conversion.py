@@ -6,6 +6,7 @@ it is deterministic. Columns that the loss layer adds to the host's:
 - `rollout_counts`, `prompt_counts`: 1 on the first row of each rollout (prompt group), else 0. Their sums over any set
   of rows that makes up a step are N and P, whatever the cut.
 - `rollout_mask_sums`, `prompt_mask_sums`: on each row, the active tokens of its whole rollout (prompt group).
+- `loss_weights`: on each row, the weight of each response token.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_hub.pg_loss_reducer import wants_context
+from miles.ray.rollout.column_checks import validate_train_data
 from miles.ray.rollout.dp_split import (
     process_rollout_data_shard,
     split_train_data_by_dp,
     split_train_data_by_dp_raw,
-    validate_train_data,
 )
 from miles.ray.rollout.rewards import RewardPostProcess, post_process_rewards
 from miles.ray.rollout.row_checks import (
@@ -27,9 +29,11 @@ from miles.ray.rollout.row_checks import (
     check_tokens,
     checked_log_probs,
     checked_loss_mask,
+    checked_loss_weights,
     finite_number,
 )
-from miles.ray.rollout.row_ids import first_occurrences, name_of, rollout_ids_of
+from miles.ray.rollout.row_ids import name_of, rollout_ids_of
+from miles.ray.rollout.shared_columns import check_one_group_each, shared_columns
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
@@ -52,7 +56,8 @@ def convert_samples_to_train_data(
     """Turn the samples of one rollout step into columns, one entry per row.
 
     Args:
-        args: Reads the aggregation mode, `n_samples_per_prompt` and the reward normalization.
+        args: Reads the aggregation mode, `prompt_groups`, `n_samples_per_prompt`, the reward normalization and, of a
+            custom reducer, whether it wants the step's context.
         samples: Rows in stream order.
         metadata: Unused here; hosts pass run-level facts to their own conversions.
         custom_convert_samples_to_train_data_func: `(args, samples) -> columns`, replaces everything below.
@@ -60,9 +65,10 @@ def convert_samples_to_train_data(
 
     Returns:
         The columns. `tokens`, `response_lengths`, `loss_masks`, `rewards` (normalized), `raw_reward`, `truncated`,
-        `sample_indices`; `rollout_log_probs` where samples have them; `rollout_ids`, `rollout_counts` and
-        `rollout_mask_sums` where a rollout has several rows; `prompt_group_indices`, `prompt_counts` and
-        `prompt_mask_sums` under `prompt_mean`.
+        `sample_indices`; `rollout_log_probs` where samples have them; `loss_weights` where a sample has them (ones
+        for the others); `rollout_ids`, `rollout_counts` and `rollout_mask_sums` where a rollout has several rows;
+        `prompt_group_indices`, `prompt_counts` and `prompt_mask_sums` under `prompt_mean` and, where every sample has
+        a group, for a custom reducer that wants the step's context.
 
     Raises:
         UserError: what a sample holds cannot be trained on; the message names the sample. What a custom conversion
@@ -73,6 +79,7 @@ def convert_samples_to_train_data(
     if not samples:
         raise UserError("the rollout is empty; training needs at least one sample")
     loss_masks = [_checked_loss_mask(sample, position) for position, sample in enumerate(samples)]
+    check_one_group_each(rollout_ids_of(samples), [sample.group_index for sample in samples])
     raw_rewards, rewards = post_process_rewards(args, samples, custom_reward_post_process_func)
     train_data: dict[str, Any] = {
         "tokens": [sample.tokens for sample in samples],
@@ -88,18 +95,35 @@ def convert_samples_to_train_data(
             train_data[key] = _numbers_in_metadata(key, samples)
     if any(sample.train_metadata is not None for sample in samples):
         train_data["metadata"] = [sample.train_metadata for sample in samples]
+    return train_data | _token_columns(samples, loss_masks) | _id_columns(args, samples, loss_masks)
+
+
+def _token_columns(samples: Sequence[Sample], loss_masks: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the per-token columns that only some rollouts have."""
+    columns: dict[str, Any] = {}
     if any(sample.rollout_log_probs is not None for sample in samples):
-        train_data["rollout_log_probs"] = [
+        columns["rollout_log_probs"] = [
             checked_log_probs(name_of(sample, position), sample.rollout_log_probs, mask)
             for position, (sample, mask) in enumerate(zip(samples, loss_masks, strict=True))
         ]
+    if any(sample.loss_weights is not None for sample in samples):
+        columns["loss_weights"] = [_checked_loss_weights(sample, position) for position, sample in enumerate(samples)]
+    return columns
+
+
+def _id_columns(args: Namespace, samples: Sequence[Sample], loss_masks: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the columns of rollouts and prompt groups that the configuration needs."""
+    columns: dict[str, Any] = {}
     rollout_ids = rollout_ids_of(samples)
     if len(set(rollout_ids)) < len(samples):
-        train_data |= _shared_columns("rollout", "rollout_ids", rollout_ids, loss_masks)
-    if LossAggregation.of(args) is LossAggregation.PROMPT_MEAN:
-        groups = _prompt_groups(args, samples)
-        train_data |= _shared_columns("prompt", "prompt_group_indices", groups, loss_masks)
-    return train_data
+        columns |= shared_columns("rollout", rollout_ids, loss_masks)
+    groups = [sample.group_index for sample in samples]
+    is_prompt_mean = LossAggregation.of(args) is LossAggregation.PROMPT_MEAN
+    if is_prompt_mean:
+        _check_groups(args, samples)
+    if is_prompt_mean or (wants_context(args) and None not in groups):
+        columns |= shared_columns("prompt", groups, loss_masks)
+    return columns
 
 
 def _checked_loss_mask(sample: Sample, position: int) -> list[int]:
@@ -115,6 +139,12 @@ def _checked_loss_mask(sample: Sample, position: int) -> list[int]:
     return [0] * length if sample.remove_sample else mask
 
 
+def _checked_loss_weights(sample: Sample, position: int) -> list[float]:
+    if sample.loss_weights is None:
+        return [1.0] * sample.response_length
+    return checked_loss_weights(name_of(sample, position), sample.loss_weights, sample.response_length)
+
+
 def _numbers_in_metadata(key: str, samples: Sequence[Sample]) -> list[float]:
     return [
         finite_number(sample.metadata[key], f"{name_of(sample, position)} has metadata[{key!r}]")
@@ -122,22 +152,8 @@ def _numbers_in_metadata(key: str, samples: Sequence[Sample]) -> list[float]:
     ]
 
 
-def _shared_columns(
-    kind: str, ids_column: str, ids: Sequence[Hashable], loss_masks: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    """Return the columns of rows that share a divisor: their id, who counts, and the total of the sharers' masks."""
-    totals: dict[Hashable, int] = {}
-    for id_, mask in zip(ids, loss_masks, strict=True):
-        totals[id_] = totals.get(id_, 0) + sum(mask)
-    return {
-        ids_column: list(ids),
-        f"{kind}_counts": first_occurrences(ids),
-        f"{kind}_mask_sums": [totals[id_] for id_ in ids],
-    }
-
-
-def _prompt_groups(args: Namespace, samples: Sequence[Sample]) -> list[int]:
-    """Return each row's group, after checking that groups are what the configuration promises."""
+def _check_groups(args: Namespace, samples: Sequence[Sample]) -> None:
+    """Check that prompt groups are what the configuration promises."""
     groups = [sample.group_index for sample in samples]
     if None in groups:
         position = groups.index(None)
@@ -160,4 +176,3 @@ def _prompt_groups(args: Namespace, samples: Sequence[Sample]) -> list[int]:
                 f"{size}; "
                 "set --n-samples-per-prompt to the rollout's group size, or pass --prompt-groups ragged"
             )
-    return groups

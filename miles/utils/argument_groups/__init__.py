@@ -1,5 +1,6 @@
 """Every option of the command line, in titled groups that follow each other as the manual reads."""
 
+from miles.utils.argument_groups.aggregation import LAW_CHOICES, LOSS_AGGREGATIONS, add_loss_aggregation_arguments
 from miles.utils.argument_groups.common import PLUGIN_PATH, ManualHelpFormatter, reset_arg
 from miles.utils.argument_groups.data import (
     RM_TYPES,
@@ -8,14 +9,9 @@ from miles.utils.argument_groups.data import (
     add_debug_arguments,
     add_rollout_arguments,
 )
-from miles.utils.argument_groups.loss import (
-    LOSS_AGGREGATIONS,
-    add_advantage_arguments,
-    add_loss_aggregation_arguments,
-    add_loss_arguments,
-    add_off_policy_arguments,
-)
+from miles.utils.argument_groups.loss import add_advantage_arguments, add_loss_arguments
 from miles.utils.argument_groups.model import add_model_arguments, add_optimizer_arguments, add_run_arguments
+from miles.utils.argument_groups.off_policy import add_off_policy_arguments
 from miles.utils.argument_groups.parallel import add_parallel_arguments
 
 ADD_GROUP_FUNCTIONS = (
@@ -34,4 +30,12 @@ ADD_GROUP_FUNCTIONS = (
 )
 """In the order of `--help`."""
 
-__all__ = ["ADD_GROUP_FUNCTIONS", "LOSS_AGGREGATIONS", "PLUGIN_PATH", "RM_TYPES", "ManualHelpFormatter", "reset_arg"]
+__all__ = [
+    "ADD_GROUP_FUNCTIONS",
+    "LAW_CHOICES",
+    "LOSS_AGGREGATIONS",
+    "PLUGIN_PATH",
+    "RM_TYPES",
+    "ManualHelpFormatter",
+    "reset_arg",
+]

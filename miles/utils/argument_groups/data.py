@@ -153,14 +153,16 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         "--global-batch-size",
         type=int,
         default=None,
-        help="samples (not prompts) in one optimizer step, over all processes. Unset: from --num-steps-per-rollout",
+        help="samples (not prompts) in one optimizer step, over all processes. Unset: from --num-steps-per-rollout. "
+        "With --prompt-groups ragged about so many",
     )
     reset_arg(
         group,
         "--num-steps-per-rollout",
         type=int,
         default=None,
-        help="optimizer steps in each rollout. Unset: from --global-batch-size; 1 if that is unset too",
+        help="optimizer steps in each rollout. Unset: from --global-batch-size; 1 if that is unset too. With "
+        "--prompt-groups ragged a rollout of fewer samples has fewer",
     )
     reset_arg(
         group,

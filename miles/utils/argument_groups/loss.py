@@ -1,66 +1,9 @@
-"""Options of the objective: aggregation, loss, advantages, clipping, KL and off-policy correction."""
+"""Options of the objective: loss, advantages, clipping and KL."""
 
 import argparse
 
+from miles.utils.argument_groups.aggregation import law_choice
 from miles.utils.argument_groups.common import PLUGIN_PATH, reset_arg
-
-LOSS_AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
-"""Values of `miles.backends.training_utils.loss_aggregation.LossAggregation`, which `--help` cannot import since that
-module needs torch; a test keeps the two equal."""
-
-
-def add_loss_aggregation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add how per-token policy loss becomes one scalar per optimizer step."""
-    group = parser.add_argument_group(
-        "loss aggregation",
-        "How the per-token policy loss of one optimizer step becomes one scalar. The result does not depend on how "
-        "the step is cut into micro-batches or spread over processes.",
-    )
-    # No argparse choices: validation reports an unknown mode in the same words from the command line and from YAML.
-    reset_arg(
-        group,
-        "--loss-aggregation",
-        type=str,
-        default="sample_mean",
-        metavar="{" + ",".join(LOSS_AGGREGATIONS) + "}",
-        help="sample_mean: mean over samples of each sample's token mean (GRPO, arXiv:2402.03300). prompt_mean: token "
-        "mean inside each prompt group, then mean over groups (the equation of DAPO, arXiv:2503.14476; ScaleRL, "
-        "arXiv:2510.13786). token_mean: mean over all active tokens of the step (DAPO's code; Megatron's per-token "
-        "loss). constant: token sum over a fixed length L, mean over samples (Dr.GRPO, arXiv:2503.20783)",
-    )
-    reset_arg(
-        group,
-        "--loss-aggregation-divisor",
-        type=float,
-        default=None,
-        metavar="L",
-        help="the fixed length L of constant, in tokens, such as the longest response allowed; positive. Needed by "
-        "constant, refused by the other modes",
-    )
-    reset_arg(
-        group,
-        "--calculate-per-token-loss",
-        action="store_true",
-        default=False,
-        help="legacy spelling of --loss-aggregation token_mean",
-    )
-    reset_arg(
-        group,
-        "--prompt-groups",
-        type=str,
-        choices=["complete", "ragged"],
-        default="complete",
-        help="what prompt_mean expects. complete: every group has exactly --n-samples-per-prompt samples, anything "
-        "else is an error, and a group stays on one data-parallel rank. ragged: groups may differ in size, as after "
-        "filtering, and may spread over ranks",
-    )
-    reset_arg(
-        group,
-        "--custom-pg-loss-reducer-function-path",
-        **PLUGIN_PATH,
-        help="own reducer of the policy loss, in place of every mode. Called as function(total_lengths, "
-        "response_lengths, loss_masks, calculate_per_token_loss), it returns a function from per-token loss to a sum",
-    )
 
 
 def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +55,14 @@ def add_loss_arguments(parser: argparse.ArgumentParser) -> None:
         help="weight of the entropy bonus, per nat. 0 only logs the entropy",
     )
     _add_kl_arguments(group)
+    reset_arg(
+        group,
+        "--aux-loss-aggregation",
+        **law_choice("aux_loss_aggregation"),
+        help="how the entropy and KL terms are averaged. sample_mean: as sample means in every mode, without "
+        "Sample.loss_weights. match: exactly as the policy-gradient term, with its mode, weights and custom reducer; "
+        "token_mean with a nonzero --entropy-coef or --kl-loss-coef needs it",
+    )
 
 
 def _add_kl_arguments(group: argparse._ArgumentGroup) -> None:
@@ -182,39 +133,4 @@ def add_advantage_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=False,
         help="whiten advantages over the active tokens of all data-parallel ranks",
-    )
-
-
-def add_off_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add corrections for a rollout policy that is not the trained one."""
-    group = parser.add_argument_group(
-        "off-policy correction",
-        "For rollouts whose log-probabilities differ from the trainer's: truncated importance sampling (TIS, Yao et "
-        "al. 2025, https://fengyao.notion.site/off-policy-rl).",
-    )
-    reset_arg(
-        group,
-        "--use-rollout-logprobs",
-        action="store_true",
-        default=False,
-        help="take the old policy's log-probs from the rollout and do not recompute them; excludes --use-tis",
-    )
-    reset_arg(
-        group, "--use-tis", action="store_true", default=False, help="weight each token's loss by p_old / p_rollout"
-    )
-    reset_arg(group, "--tis-clip", type=float, default=2.0, help="upper bound of that weight")
-    reset_arg(group, "--tis-clip-low", type=float, default=0.0, help="lower bound of that weight")
-    reset_arg(
-        group,
-        "--custom-tis-function-path",
-        **PLUGIN_PATH,
-        help="own correction, called with keywords (args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, "
-        "total_lengths, response_lengths, ...); returns (pg_loss, modified_masks, metrics)",
-    )
-    reset_arg(
-        group,
-        "--get-mismatch-metrics",
-        action="store_true",
-        default=False,
-        help="log how far trainer and rollout log-probs are apart, without changing the loss",
     )

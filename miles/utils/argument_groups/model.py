@@ -72,7 +72,8 @@ def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
         type=str,
         choices=["constant", "linear", "cosine"],
         default="constant",
-        help="how the learning rate goes from --lr to --min-lr between warm-up and the run's last step",
+        help="how the learning rate goes from --lr to --min-lr between warm-up and the run's last step (the "
+        "--num-rollout x --num-steps-per-rollout-th, whatever steps --prompt-groups ragged makes)",
     )
     reset_arg(
         group, "--weight-decay", type=float, default=EMBEDDED["weight_decay"], help="decoupled weight decay, per step"

@@ -53,6 +53,7 @@ def test_documented_reducers(path, expected):
     [
         ["--custom-pg-loss-reducer-function-path", "readme_my_reducers.per_thousand"],
         ["--custom-pg-loss-reducer-function-path", "customization_my_reducers.sqrt_length"],
+        ["--custom-pg-loss-reducer-function-path", "customization_my_step_reducers.vl_norm"],
         ["--use-tis", "--custom-tis-function-path", "customization_my_corrections.drop_unlikely"],
         ["--custom-rm-path", "customization_my_rewards.shortest"],
         ["--custom-reward-post-process-path", "customization_my_normalization.minus_half"],
@@ -73,6 +74,7 @@ def test_no_documented_hook_is_left_out():
     names = set(re.findall(r"^def (\w+)", "".join(python_files("docs/customization.md").values()), flags=re.MULTILINE))
     assert names == {
         "sqrt_length",
+        "vl_norm",
         "drop_unlikely",
         "shortest",
         "minus_half",

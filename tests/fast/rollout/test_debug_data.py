@@ -35,6 +35,7 @@ def make_samples() -> list[Sample]:
             reward=0.5,
             loss_mask=[1, 0],
             rollout_log_probs=[-0.25, float("-inf")],
+            loss_weights=[0.0, 2.5],
             status=Sample.Status.COMPLETED,
             metadata={"line": 3, "scores": torch.ones(2)},
             train_metadata={"a": (1, 2)},
@@ -61,6 +62,13 @@ def test_the_file_has_the_hosts_format(tmp_path: Path) -> None:
     assert data["rollout_id"] == 7
     assert [row["status"] for row in data["samples"]] == ["completed", "truncated"]
     assert data["samples"][0]["tokens"] == [1, 2, 258]
+    assert [row["loss_weights"] for row in data["samples"]] == [[0.0, 2.5], None]
+
+
+def test_a_dump_from_before_a_field_existed(tmp_path: Path) -> None:
+    torch.save({"rollout_id": 0, "samples": [GOOD]}, tmp_path / "a.pt")
+    (sample,) = load_rollout_dump(f"{tmp_path}/a.pt", 0)
+    assert sample.loss_weights is None and sample.rollout_id is None
 
 
 def test_samples_with_objects_are_not_saved(tmp_path: Path) -> None:

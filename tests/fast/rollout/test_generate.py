@@ -209,6 +209,24 @@ def test_what_a_custom_rollout_function_returns_is_checked(returned: Any, messag
         )
 
 
+def test_rollouts_of_several_rows_come_from_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(0, 5), (1, 5), (2, None), (3, 8), (4, None), (5, 8)]
+    samples = [Sample(index=index, rollout_id=rollout_id) for index, rollout_id in rows]
+
+    def gather(*shares: list[Sample]) -> list[int]:
+        monkeypatch.setattr(generate, "all_gather_objects", lambda value, group: list(shares))
+        gathered = gather_rollouts(
+            make_args(), 0, None, MODEL, TOKENIZER, device=CPU, rollout_function=lambda *args, **ranks: shares[0]
+        )
+        return [sample.index for sample in gathered]
+
+    assert gather(samples[2:], samples[:2]) == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(UserError, match=r"ranks 0 and 2 both have samples of rollout_id 8; .*over all ranks"):
+        gather(samples[:4], [], samples[4:])
+    # Ids of another kind are left to conversion, which says what is wrong with them.
+    assert gather([Sample(index=0, rollout_id=[1])], [Sample(index=1, rollout_id=[1])]) == [0, 1]
+
+
 def test_gather_in_one_process_is_the_rollout() -> None:
     args = make_args()
     assert gather_rollouts(args, 1, source_of(args), MODEL, TOKENIZER, device=CPU) == rollout(args, 1)

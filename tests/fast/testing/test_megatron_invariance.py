@@ -3,8 +3,9 @@
 import pytest
 
 from miles.backends.megatron_utils.availability import check_megatron
-from miles.testing import MegatronBackend, check_invariance
+from miles.testing import MegatronBackend, check_invariance, find_failures
 from miles.utils.errors import UserError
+from tests.fast.testing.changed_steps import alternate, emptying_cuts, every_changed_step
 from tests.fast.testing.steps import both_schedules, every_step, make_step
 
 TOPOLOGIES = {
@@ -42,3 +43,9 @@ def test_virtual_stages():
 def test_the_data_parallel_wrapper_in_its_other_ways(option):
     steps = [make_step("prompt_mean"), make_step("token_mean")]
     check_invariance(steps, MegatronBackend(option), both_schedules(dp=2), shrink=False)
+
+
+@pytest.mark.parametrize("name", ["dp2", "cp2", "pp2", "dp2xcp2"])
+def test_changed_masks_and_weights(name):
+    jobs = alternate(every_changed_step(), emptying_cuts(**TOPOLOGIES[name]))
+    assert not find_failures(jobs, MegatronBackend())

@@ -16,6 +16,8 @@ from miles.utils.arguments import build_parser, get_miles_extra_args_provider, m
 RESOLVED_DEFAULTS = {
     **EMBEDDED_TASK_DEFAULTS,
     **{"loss_aggregation": "sample_mean", "loss_aggregation_divisor": None, "calculate_per_token_loss": False},
+    **{"loss_weight_normalization": "weights", "aux_loss_aggregation": "sample_mean"},
+    **{"tis_type": "truncated", "rejected_tokens": "drop"},
     **{"prompt_groups": "complete", "custom_pg_loss_reducer_function_path": None, "loss_type": "policy_loss"},
     **{"custom_loss_function_path": None, "use_dynamic_batch_size": False},
     **{"max_tokens_per_gpu": None, "balance_data": False, "advantage_estimator": "grpo"},

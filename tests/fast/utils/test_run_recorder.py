@@ -44,6 +44,25 @@ def test_the_log_has_one_short_line_a_step(tmp_path, caplog):
     assert [record.message for record in caplog.records] == ["step 7: raw_reward=0.25 loss=0.3333"]
 
 
+SKIPPED = {"train/skipped_steps": 2, "train/step": 7, "rollout/raw_reward": 0.25, "rollout/log_probs": -1.0}
+
+
+def test_a_skipped_step_says_so(tmp_path, caplog, capsys):
+    """It has neither loss nor gradient norm, and is no optimizer step."""
+    caplog.set_level("INFO", logger="miles")
+    with _recorder(tmp_path) as recorder:
+        recorder.record(3, {"train/loss": 0.5, "train/step": 6, "train/num_tokens": 9, "rollout/raw_reward": 0.5})
+        recorder.record(3, SKIPPED)
+    assert [record.message for record in caplog.records] == [
+        "step 6: raw_reward=0.5 loss=0.5 num_tokens=9",
+        "step 7: skipped, nothing was left to train on; raw_reward=0.25 skipped_steps=2",
+    ]
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
+    assert line["train/skipped_steps"] == 2 and "train/loss" not in line
+    summary = capsys.readouterr().out
+    assert "1 optimizer steps (1 more skipped), 9 response tokens trained on" in summary
+
+
 def test_a_run_that_fails_before_its_first_step_leaves_the_word_to_the_error(tmp_path, capsys):
     with pytest.raises(KeyError), _recorder(tmp_path):
         raise KeyError
@@ -60,6 +79,21 @@ def test_the_bar_counts_steps_and_shows_what_is_being_done(tmp_path, capsys, mon
     assert "log-probs 1/3" in shown
     assert "4/8" in shown and "5/8" in shown
     assert "loss=0.125, reward=0.500" in shown
+
+
+def test_the_bar_ends_full_however_many_steps_the_rollouts_had(tmp_path, capsys, monkeypatch):
+    """Four rollouts of two expected steps: eight; those of 1, 3, 2 and 4 steps make ten."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with _recorder(tmp_path) as recorder:
+        progress, step = [], 0
+        for rollout_id, num_steps in enumerate([1, 3, 2, 4]):
+            for _ in range(num_steps):
+                recorder.record(rollout_id, {"train/step": step, "train/loss": 0.5})
+                step += 1
+                assert recorder._bar.n <= recorder._bar.total
+            recorder.end_rollout(rollout_id, None)
+            progress.append((recorder._bar.n, recorder._bar.total))
+    assert progress == [(1, 7), (4, 8), (6, 8), (10, 10)]
 
 
 def test_the_silent_recorder_answers_to_the_same_calls(tmp_path, capsys):

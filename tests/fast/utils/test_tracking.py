@@ -88,6 +88,17 @@ def test_summary(tmp_path):
     assert finished.startswith("finished: 20 of 20") and "checkpoint" not in finished
 
 
+def test_summary_does_not_count_skipped_steps(tmp_path):
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", first_rollout_id=0)
+    for step in range(5):
+        skipped = {"train/skipped_steps": step // 2} if step % 2 else {"train/loss": 0.5, "train/num_tokens": 10}
+        metrics.write(_record(step, **skipped))
+    # Steps that carry the counter beside a loss were made.
+    metrics.write(_record(5, **{"train/loss": float("nan"), "train/skipped_steps": 2, "train/num_tokens": 10}))
+    text = describe_run(metrics, num_rollouts=6, num_planned=6, seconds=1.0, checkpoint=None)
+    assert "4 optimizer steps (2 more skipped), 40 response tokens" in text
+
+
 def test_summary_of_a_run_without_rewards(tmp_path):
     metrics = MetricsLog(tmp_path / "metrics.jsonl", first_rollout_id=0)
     text = describe_run(metrics, num_rollouts=0, num_planned=1, seconds=0.0, checkpoint=None)

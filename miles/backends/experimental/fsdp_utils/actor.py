@@ -44,6 +44,8 @@ class FSDPTrainActor(TrainActor):
             self.report(f"{store_prefix}log-probs {index + 1}/{total}")
             batch = self._next_batch(iterators[0])
             results.append(self._score(compute_logits(model, batch), batch))
+        # A backward pass would have done so; without one, whoever asks for weights next would meet whole ones.
+        model.reshard()
         return aggregate_forward_results(results, iterators[0], self.args, store_prefix)
 
     def _compute_gradients(

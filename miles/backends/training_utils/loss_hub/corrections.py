@@ -1,34 +1,121 @@
 """Importance-sampling corrections for the gap between the policy that sampled and the policy that trains.
 
 A correction is called with keywords and returns `(pg_loss, loss_masks, metrics)`: the corrected per-token loss `[T]`,
-the masks that the policy term uses from now on (B whole-response masks), and per-token metrics `[T]`.
+the masks of the tokens that are left (B rows, each over its whole response or over its tokens on this rank), and
+per-token metrics `[T]`. What it leaves may depend on log-probs and masks alone: it is known before the step's first
+micro-batch, and every total of the step with it.
+
+Shapes: B rows, T_i response tokens of row i on this rank, T = sum_i T_i. r is pi_train / pi_rollout at a token.
 """
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from miles.backends.training_utils.loss_aggregation import concat
-from miles.backends.training_utils.loss_hub.math_utils import safe_exp
+from miles.backends.training_utils.cp_utils import all_reduce_with_cp
+from miles.backends.training_utils.loss_aggregation import concat, mask_sums, one_for_zero
+from miles.backends.training_utils.loss_hub.math_utils import row_sums, safe_exp, spread_over_tokens
+from miles.backends.training_utils.loss_hub.responses import Responses
+from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.errors import UserError
-from miles.utils.types import RolloutBatch
+from miles.utils.misc import load_function
 
 Correction = tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]
 
 
-def _correct(
-    pg_loss: torch.Tensor, ratio: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    metrics = {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1).abs()}
-    return pg_loss * weights, metrics
+def corrects_off_policy(args: Namespace) -> bool:
+    """Whether the policy loss calls a correction, for its loss and masks or for its metrics alone."""
+    return getattr(args, "use_tis", False) or getattr(args, "get_mismatch_metrics", False)
+
+
+def may_reject(args: Namespace) -> bool:
+    """Whether the correction of the policy loss may leave other masks than it was given."""
+    if getattr(args, "loss_type", "policy_loss") != "policy_loss" or not corrects_off_policy(args):
+        return False
+    is_custom = getattr(args, "custom_tis_function_path", None) is not None
+    return is_custom or (args.use_tis and getattr(args, "tis_type", "truncated") != "truncated")
+
+
+def run_correction(args: Namespace, responses: Responses, pg_loss: torch.Tensor) -> Correction:
+    """Call the correction that `args` chooses on a micro-batch.
+
+    Args:
+        args: `custom_tis_function_path`, else `tis_type`; without `use_tis` a built-in correction gives its metrics
+            and leaves loss and masks alone, while a custom one decides that itself.
+        responses: The micro-batch; its "log_probs" are pi_train's, its "rollout_log_probs" pi_rollout's. A custom
+            function gets None for the latter where the rollout has none.
+        pg_loss: `[T]` per-token loss.
+
+    Returns:
+        The corrected loss `[T]`, the masks that are left as B rows `[T_i]` of this rank, and the metrics.
+
+    Raises:
+        ValueError: a column is missing.
+        UserError: a custom function broke its contract.
+    """
+    path = getattr(args, "custom_tis_function_path", None)
+    batch = responses.batch
+    needed = "truncated importance sampling (--use-tis, --get-mismatch-metrics)"
+    has_rollout = batch.get("rollout_log_probs") is not None
+
+    def rows(key: str) -> list[torch.Tensor]:
+        return responses.per_row(responses.column(key, needed_for=needed))
+
+    result = _call(
+        _function(args),
+        args=args,
+        pg_loss=pg_loss,
+        train_log_probs=rows("log_probs"),
+        rollout_log_probs=rows("rollout_log_probs") if has_rollout or path is None else None,
+        loss_masks=batch["loss_masks"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        parallel_state=get_parallel_state(),
+        max_seq_lens=batch.get("max_seq_lens"),
+        local_masks=responses.masks,
+    )
+    if path is not None:
+        return check_correction(path, result, responses, pg_loss)
+    corrected, masks, metrics = result
+    if not getattr(args, "use_tis", False):
+        corrected, masks = pg_loss, batch["loss_masks"]
+    return corrected, local_rows(responses, masks), metrics
+
+
+def _function(args: Namespace) -> Callable[..., Correction]:
+    path = getattr(args, "custom_tis_function_path", None)
+    return BUILT_IN[getattr(args, "tis_type", "truncated")] if path is None else load_function(path)
+
+
+def _call(function: Callable[..., Any], **keywords: Any) -> Any:
+    """Call a correction with those keywords that it declares, all of them where it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a built-in that does not tell its signature
+        return function(**keywords)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function(**keywords)
+    return function(**{name: value for name, value in keywords.items() if name in parameters})
+
+
+def local_rows(responses: Responses, masks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return masks as B rows `[T_i]` of this rank, from such rows or from whole-response ones."""
+    if [mask.shape for mask in masks] == [mask.shape for mask in responses.masks]:
+        return masks
+    return responses.slice(masks)
 
 
 def _ratio(train_log_probs: Sequence[torch.Tensor], rollout_log_probs: Sequence[torch.Tensor]) -> torch.Tensor:
     return safe_exp(concat(train_log_probs) - concat(rollout_log_probs)).detach()
+
+
+def _metrics(ratio: torch.Tensor, changed: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"tis": ratio, "tis_clipfrac": changed.float(), "tis_abs": (ratio - 1).abs()}
 
 
 def vanilla_tis_function(
@@ -40,7 +127,7 @@ def vanilla_tis_function(
     loss_masks: Sequence[torch.Tensor],
     **kwargs: Any,
 ) -> Correction:
-    """Truncated importance sampling: pg_loss * clamp(pi_train / pi_rollout, tis_clip_low, tis_clip).
+    """Truncated importance sampling: pg_loss * clamp(r, tis_clip_low, tis_clip).
 
     Args:
         args: Reads `tis_clip` and `tis_clip_low`.
@@ -51,14 +138,14 @@ def vanilla_tis_function(
         **kwargs: What other corrections need (`total_lengths`, `response_lengths`, ...).
 
     Returns:
-        The corrected loss, the same masks, and "tis" (the ratio before truncation), "tis_clipfrac", "tis_abs".
+        The corrected loss, the same masks, and "tis" (r before truncation), "tis_clipfrac", "tis_abs".
 
     Reference:
         F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
     """
     ratio = _ratio(train_log_probs, rollout_log_probs)
-    pg_loss, metrics = _correct(pg_loss, ratio, ratio.clamp(args.tis_clip_low, args.tis_clip))
-    return pg_loss, loss_masks, metrics
+    weights = ratio.clamp(args.tis_clip_low, args.tis_clip)
+    return pg_loss * weights, loss_masks, _metrics(ratio, weights != ratio)
 
 
 def icepop_function(
@@ -70,30 +157,91 @@ def icepop_function(
     loss_masks: Sequence[torch.Tensor],
     **kwargs: Any,
 ) -> Correction:
-    """Clip-or-pop: a token whose ratio lies outside [tis_clip_low, tis_clip] weighs 0, the others weigh their ratio.
+    """Clip-or-pop: a token whose r lies outside [tis_clip_low, tis_clip] weighs 0, the others weigh r.
 
-    Popped tokens stay in every count. Arguments and results are those of `vanilla_tis_function`.
+    The host's function: popped tokens stay in every count. Arguments and results are those of `vanilla_tis_function`.
 
     Reference:
         Ling Team, "Every Step Evolves" (IcePop), arXiv 2510.18855.
     """
     ratio = _ratio(train_log_probs, rollout_log_probs)
-    inside = (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
-    pg_loss, metrics = _correct(pg_loss, ratio, torch.where(inside, ratio, 0.0))
-    return pg_loss, loss_masks, metrics
+    inside = _is_inside(args, ratio)
+    return torch.where(inside, pg_loss * ratio, 0.0), loss_masks, _metrics(ratio, ~inside)
 
 
-def check_correction(path: str, result: Any, batch: RolloutBatch, pg_loss: torch.Tensor) -> Correction:
-    """Return what a custom correction returned, after holding it to its contract.
+def icepop_rejection_function(
+    args: Namespace,
+    *,
+    local_masks: Sequence[torch.Tensor],
+    **kwargs: Any,
+) -> Correction:
+    """`icepop_function`, with popped tokens taken out of the masks, so that `--rejected-tokens` decides on the counts.
+
+    With "keep" it is the paper's objective. `local_masks` and the masks that are left are B rows `[T_i]` of this rank.
+    """
+    pg_loss, _, metrics = icepop_function(args, **kwargs)
+    return pg_loss, _keep(local_masks, _is_inside(args, metrics["tis"])), metrics
+
+
+def geometric_rejection_function(
+    args: Namespace,
+    *,
+    pg_loss: torch.Tensor,
+    train_log_probs: Sequence[torch.Tensor],
+    rollout_log_probs: Sequence[torch.Tensor],
+    loss_masks: Sequence[torch.Tensor],
+    local_masks: Sequence[torch.Tensor],
+    **kwargs: Any,
+) -> Correction:
+    """Sequence-level rejection: a row whose geometric mean of r lies outside [tis_clip_low, tis_clip] is rejected.
+
+    The mean is exp(sum_t m_it log r_it / m_i) over the whole response; the tokens of other rows keep their loss. A
+    context-parallel collective. Arguments and results are those of `vanilla_tis_function`, with "tis" the row's mean
+    on each of its tokens; `local_masks` and the masks that are left are B rows `[T_i]` of this rank.
+
+    Reference:
+        J. Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
+        2025 (geometric sequence masking).
+    """
+    local = list(local_masks)
+    log_ratio = concat(train_log_probs) - concat(rollout_log_probs)
+    active = concat(local) != 0
+    sums = row_sums(torch.where(active, log_ratio, 0.0).to(torch.float64), local)
+    means = all_reduce_with_cp(sums) / one_for_zero(mask_sums(loss_masks)).to(sums.device)
+    ratio = safe_exp(spread_over_tokens(means, local)).detach()
+    inside = _is_inside(args, ratio)
+    return torch.where(inside, pg_loss, 0.0), _keep(local, inside), _metrics(ratio, ~inside)
+
+
+BUILT_IN: dict[str, Callable[..., Correction]] = {
+    "truncated": vanilla_tis_function,
+    "icepop": icepop_rejection_function,
+    "geometric_rejection": geometric_rejection_function,
+}
+"""Values of `--tis-type`."""
+
+
+def _is_inside(args: Namespace, ratio: torch.Tensor) -> torch.Tensor:
+    return (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
+
+
+def _keep(local_masks: Sequence[torch.Tensor], inside: torch.Tensor) -> list[torch.Tensor]:
+    lengths = [mask.numel() for mask in local_masks]
+    return [mask * part.to(mask.dtype) for mask, part in zip(local_masks, inside.split(lengths), strict=True)]
+
+
+def check_correction(path: str, result: Any, responses: Responses, pg_loss: torch.Tensor) -> Correction:
+    """Return what a custom correction returned, its masks as rows of this rank, after holding it to its contract.
 
     Args:
         path: The function's path, for messages.
         result: What it returned.
-        batch: The micro-batch that it was called for.
+        responses: The micro-batch that it was called for.
         pg_loss: The per-token loss that it was given, `[T]`.
 
     Raises:
-        UserError: it is not `(pg_loss, loss_masks, metrics)` of the right shapes, or a mask holds other than 0 and 1.
+        UserError: it is not `(pg_loss, loss_masks, metrics)` of the right shapes, a mask holds other than 0 and 1, or
+            puts a masked token in.
     """
     wanted = f"{path} must return (pg_loss, loss_masks, metrics)"
     if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], dict):
@@ -103,10 +251,17 @@ def check_correction(path: str, result: Any, batch: RolloutBatch, pg_loss: torch
         if not isinstance(value, torch.Tensor) or value.shape != pg_loss.shape:
             got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise UserError(f"{wanted} with {name} of shape {tuple(pg_loss.shape)}, a value for each token; got {got}")
-    shapes = [mask.shape for mask in batch["loss_masks"]]
-    if not isinstance(masks, (list, tuple)) or [getattr(mask, "shape", None) for mask in masks] != shapes:
-        raise UserError(f"{wanted} with one mask for each of {len(shapes)} rows, over its whole response")
+    whole = [mask.shape for mask in responses.batch["loss_masks"]]
+    local = [mask.shape for mask in responses.masks]
+    if not isinstance(masks, (list, tuple)) or [getattr(mask, "shape", None) for mask in masks] not in (whole, local):
+        raise UserError(
+            f"{wanted} with one mask for each of {len(whole)} rows, over its whole response or over its tokens on "
+            "this rank"
+        )
+    masks = local_rows(responses, masks)
     kept = concat(masks)
     if not ((kept == 0) | (kept == 1)).all():
         raise UserError(f"{wanted} with masks that hold 0 (rejected) and 1 (kept) only")
+    if (kept.bool() & ~responses.active.to(kept.device)).any():
+        raise UserError(f"{wanted} with masks that keep active tokens only; it kept one that loss_masks leaves out")
     return corrected, masks, metrics

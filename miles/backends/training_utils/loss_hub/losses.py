@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from miles.backends.training_utils.cp_utils import get_sum_of_sample_mean
 from miles.backends.training_utils.loss_aggregation import LossAggregation, MetricDict, Reducer, concat
-from miles.backends.training_utils.loss_hub.corrections import check_correction, vanilla_tis_function
+from miles.backends.training_utils.loss_hub.corrections import corrects_off_policy, may_reject, run_correction
 from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy, get_values
 from miles.backends.training_utils.loss_hub.math_utils import compute_approx_kl, compute_policy_loss, safe_exp
-from miles.backends.training_utils.loss_hub.pg_loss_reducer import get_pg_loss_reducer
+from miles.backends.training_utils.loss_hub.pg_loss_reducer import get_pg_loss_reducer as get_pg_loss_reducer  # seam
+from miles.backends.training_utils.loss_hub.policy_reducers import auxiliary_terms_match, build_policy_reducers
 from miles.backends.training_utils.loss_hub.responses import Responses
+from miles.backends.training_utils.loss_hub.step_masks import step_masks
 from miles.utils.misc import load_function
 from miles.utils.types import RolloutBatch
 
@@ -36,7 +37,7 @@ def policy_loss_function(
     """Clipped policy-gradient loss (GRPO, GSPO, REINFORCE with baseline) with optional entropy, KL and IS terms.
 
     loss = R(pg) - entropy_coef * S(entropy) + kl_loss_coef * S(kl), where R is the reducer of the aggregation mode
-    and S the sample mean, whatever the mode.
+    and S the sample mean, or R too with `aux_loss_aggregation` "match".
 
     Args:
         args: `eps_clip`, `eps_clip_high`, `eps_clip_c`, `entropy_coef`, `use_kl_loss`, `use_tis`, ...
@@ -47,7 +48,8 @@ def policy_loss_function(
 
     Returns:
         The loss and "loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "ess_ratio", and what the optional
-        terms add. Under `token_mean`, "loss", "pg_loss" and "ess_ratio" are sums over tokens, the rest over samples.
+        terms add. Under `token_mean`, "loss" and "pg_loss" (with "match" also entropy and KL) are sums over the tokens
+        that the term counts, "ess_ratio" is a sum over active tokens, and the rest are sums over samples.
 
     Raises:
         ValueError: a column that the configuration needs is missing.
@@ -66,28 +68,20 @@ def policy_loss_function(
         args.eps_clip_high,
         getattr(args, "eps_clip_c", None),
     )
-    pg_loss, pg_loss_masks, mismatch = _correct_off_policy(args, responses, pg_loss, ppo_kl)
-    whole_mean, kept_mean = _sample_means(args, batch, pg_loss_masks, sum_of_sample_mean)
-    pg_reducer = get_pg_loss_reducer(
-        args,
-        batch,
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        pg_loss_masks=pg_loss_masks,
-        max_seq_lens=batch.get("max_seq_lens"),
-        default_reducer=kept_mean,
-    )
-    loss = reduced_pg_loss = pg_reducer(pg_loss)
-    per_sample = {"pg_clipfrac": kept_mean(pg_clipfrac), "ppo_kl": kept_mean(ppo_kl)}
-    per_sample["entropy_loss"] = kept_mean(entropy)
+    pg_loss, mismatch, masks = _correct_off_policy(args, responses, pg_loss, ppo_kl)
+    reduce = build_policy_reducers(args, batch, masks, sum_of_sample_mean)
+    terms = {"pg_loss": reduce.pg(pg_loss), "entropy_loss": reduce.auxiliary(entropy)}
+    loss = terms["pg_loss"]
     if args.entropy_coef != 0:
-        loss = loss - args.entropy_coef * per_sample["entropy_loss"]
+        loss = loss - args.entropy_coef * terms["entropy_loss"]
     if args.use_kl_loss:
-        per_sample["kl_loss"] = kept_mean(_kl_to_reference(args, responses, log_probs, old_log_probs))
+        terms["kl_loss"] = reduce.auxiliary(_kl_to_reference(args, responses, log_probs, old_log_probs))
         if args.kl_loss_coef != 0:
-            loss = loss + args.kl_loss_coef * per_sample["kl_loss"]
-    per_sample |= {key: whole_mean(value) for key, value in mismatch.items()}
-    return loss, _policy_metrics(args, responses, loss, reduced_pg_loss, ppo_kl, per_sample, whole_mean)
+            loss = loss + args.kl_loss_coef * terms["kl_loss"]
+    per_sample = {"pg_clipfrac": reduce.kept(pg_clipfrac), "ppo_kl": reduce.kept(ppo_kl)}
+    per_sample |= {key: reduce.whole(value) for key, value in mismatch.items()}
+    ess = _effective_sample_ratio(responses, ppo_kl.detach())
+    return loss, _sort_metrics(args, {"loss": loss, **terms}, per_sample, {"ess_ratio": reduce.whole_like_mode(ess)})
 
 
 def _score(
@@ -108,32 +102,10 @@ def _score(
     return concat(scored["log_probs"]), concat(scored["entropy"])
 
 
-def _sample_means(
-    args: Namespace, batch: RolloutBatch, pg_loss_masks: Sequence[torch.Tensor], given: Reducer
-) -> tuple[Reducer, Reducer]:
-    """Return the sample means over the original masks and over those that a correction left."""
-    # Under token_mean the dispatcher's reducer sums tokens.
-    is_given = LossAggregation.of(args) is not LossAggregation.TOKEN_MEAN
-    whole = given if is_given else _sample_mean(args, batch, batch["loss_masks"])
-    return whole, whole if pg_loss_masks is batch["loss_masks"] else _sample_mean(args, batch, pg_loss_masks)
-
-
-def _sample_mean(args: Namespace, batch: RolloutBatch, loss_masks: Sequence[torch.Tensor]) -> Reducer:
-    """Build the sample-mean reducer over masks of one's own."""
-    return get_sum_of_sample_mean(
-        batch["total_lengths"],
-        batch["response_lengths"],
-        loss_masks,
-        qkv_format=args.qkv_format,
-        max_seq_lens=batch.get("max_seq_lens"),
-        sample_denoms=batch.get("rollout_mask_sums"),
-    )
-
-
 def _correct_off_policy(
     args: Namespace, responses: Responses, pg_loss: torch.Tensor, ppo_kl: torch.Tensor
-) -> tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]:
-    """Apply TIS or a custom correction; also return the per-token mismatch metrics, which keep the original mask."""
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], Sequence[torch.Tensor]]:
+    """Apply the correction; return the loss, the per-token mismatch metrics, and the whole-response masks left."""
     batch = responses.batch
     metrics: dict[str, torch.Tensor] = {}
     if batch.get("rollout_log_probs") is not None:
@@ -142,30 +114,14 @@ def _correct_off_policy(
         train = responses.column(key, needed_for="mismatch metrics")
         metrics["train_rollout_logprob_abs_diff"] = (train - rollout).abs()
         metrics["train_rollout_kl"] = compute_approx_kl(rollout, train, "low_var_kl")
-    if not (getattr(args, "use_tis", False) or getattr(args, "get_mismatch_metrics", False)):
-        return pg_loss, batch["loss_masks"], metrics
-
-    path = getattr(args, "custom_tis_function_path", None)
-    correct = vanilla_tis_function if path is None else load_function(path)
-    needed = "truncated importance sampling (--use-tis, --get-mismatch-metrics)"
-    has_rollout = batch.get("rollout_log_probs") is not None
-    result = correct(
-        args=args,
-        pg_loss=pg_loss,
-        train_log_probs=responses.per_row(responses.column("log_probs", needed_for=needed)),
-        rollout_log_probs=(
-            responses.per_row(responses.column("rollout_log_probs", needed_for=needed))
-            if has_rollout or path is None
-            else None
-        ),
-        loss_masks=batch["loss_masks"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        max_seq_lens=batch.get("max_seq_lens"),
-    )
-    corrected, masks, correction_metrics = result if path is None else check_correction(path, result, batch, pg_loss)
+    if not corrects_off_policy(args):
+        return pg_loss, metrics, batch["loss_masks"]
+    corrected, local_masks, correction_metrics = run_correction(args, responses, pg_loss)
     metrics["ois"] = safe_exp(-ppo_kl).detach()
-    return corrected, masks, {**metrics, **correction_metrics}
+    masks = batch["loss_masks"]
+    if may_reject(args):
+        masks = step_masks(args, responses, local_masks)
+    return corrected, {**metrics, **correction_metrics}, masks
 
 
 def _kl_to_reference(
@@ -176,37 +132,26 @@ def _kl_to_reference(
     return compute_approx_kl(log_probs, reference, args.kl_loss_type, importance_ratio=ratio)
 
 
-def _policy_metrics(
+def _sort_metrics(
     args: Namespace,
-    responses: Responses,
-    loss: torch.Tensor,
-    pg_loss: torch.Tensor,
-    ppo_kl: torch.Tensor,
+    terms: dict[str, torch.Tensor],
     per_sample: dict[str, torch.Tensor],
-    sum_of_sample_mean: Reducer,
+    like_mode: dict[str, torch.Tensor],
 ) -> MetricDict:
-    """Sort the metrics by the count that normalizes them."""
-    ess = _effective_sample_ratio(responses, ppo_kl.detach())
-    per_token_mode = LossAggregation.of(args) is LossAggregation.TOKEN_MEAN
-    ess_reducer = _token_sum(args, responses.batch) if per_token_mode else sum_of_sample_mean
-    follows_mode = {"loss": loss, "pg_loss": pg_loss, "ess_ratio": ess_reducer(ess)}
-    detach = {key: value.detach() for key, value in follows_mode.items()}
-    rest = {key: value.detach() for key, value in per_sample.items()}
+    """Sort the metrics by the count that normalizes them.
+
+    `terms` are the loss and its parts; `like_mode` are sums over active tokens under `token_mean`.
+    """
     order = ["loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "ess_ratio"]
-    if per_token_mode:
-        return MetricDict(rest, detach, order=order)
-    return MetricDict({**detach, **rest}, {}, order=order)
-
-
-def _token_sum(args: Namespace, batch: RolloutBatch) -> Reducer:
-    return get_sum_of_sample_mean(
-        batch["total_lengths"],
-        batch["response_lengths"],
-        batch["loss_masks"],
-        True,
-        args.qkv_format,
-        batch.get("max_seq_lens"),
+    terms, per_sample, like_mode = (
+        {key: value.detach() for key, value in metrics.items()} for metrics in (terms, per_sample, like_mode)
     )
+    if LossAggregation.of(args) is not LossAggregation.TOKEN_MEAN:
+        return MetricDict({**terms, **per_sample, **like_mode}, {}, order=order)
+    if not auxiliary_terms_match(args):
+        auxiliary = terms.keys() - {"loss", "pg_loss"}
+        per_sample |= {key: terms.pop(key) for key in sorted(auxiliary)}
+    return MetricDict(per_sample, like_mode, terms, order=order)
 
 
 def _effective_sample_ratio(responses: Responses, ppo_kl: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from miles.backends.training_utils.cp_utils import as_row_tensor, get_sum_of_sample_mean
-from miles.backends.training_utils.loss_aggregation import LossAggregation, Reducer, prompt_denominators
+from miles.backends.training_utils.loss_aggregation import (
+    LossAggregation,
+    Reducer,
+    StepCounts,
+    prompt_denominators,
+)
+from miles.backends.training_utils.loss_hub.reducer_context import ReducerContext, declares_context, wants_context
 from miles.utils.errors import UserError
 from miles.utils.misc import load_function
 from miles.utils.types import RolloutBatch
@@ -34,7 +40,8 @@ def get_pg_loss_reducer(
     Args:
         args: Reads the mode, `loss_aggregation_divisor`, `qkv_format` and, for a micro-batch that does not know its
             step, `n_samples_per_prompt`.
-        batch: Micro-batch; `prompt_mean` reads "prompt_mask_sums" (`[B]` M_g) and "step_counts".
+        batch: Micro-batch; `prompt_mean` reads "prompt_mask_sums" (`[B]` M_g), or "prompt_totals" where what is
+            counted differs from the original masks, and "step_counts".
         total_lengths: B lengths of prompt and response.
         response_lengths: B lengths of the response.
         pg_loss_masks: B whole-response masks of the tokens that the term sums over.
@@ -49,7 +56,8 @@ def get_pg_loss_reducer(
             mode.
     """
     if getattr(args, "custom_pg_loss_reducer_function_path", None) is not None:
-        return load_pg_loss_reducer(args, total_lengths, response_lengths, pg_loss_masks)
+        context = ReducerContext.of(args, batch, pg_loss_masks) if wants_context(args) else None
+        return load_pg_loss_reducer(args, total_lengths, response_lengths, pg_loss_masks, context=context)
     mode = LossAggregation.of(args)
     if mode is LossAggregation.SAMPLE_MEAN:
         return default_reducer
@@ -60,19 +68,24 @@ def get_pg_loss_reducer(
         choice["constant_divisor"] = args.loss_aggregation_divisor
         if choice["constant_divisor"] is None:
             raise ValueError("constant aggregation needs --loss-aggregation-divisor, and the namespace has None")
-    elif batch.get("prompt_mask_sums") is None:
-        raise ValueError(
-            "prompt_mean needs batch['prompt_mask_sums'], the active tokens of each row's whole prompt group; "
-            "conversion writes that column under --loss-aggregation prompt_mean"
-        )
     else:
         choice["sample_denoms"] = prompt_denominators(
-            as_row_tensor(batch["prompt_mask_sums"], like=pg_loss_masks),
+            as_row_tensor(_prompt_totals(batch), like=pg_loss_masks),
             prompts_per_sample=_prompts_per_sample(args, batch),
         )
     return get_sum_of_sample_mean(
         total_lengths, response_lengths, pg_loss_masks, qkv_format=args.qkv_format, max_seq_lens=max_seq_lens, **choice
     )
+
+
+def _prompt_totals(batch: RolloutBatch) -> torch.Tensor:
+    totals = batch.get("prompt_totals", batch.get("prompt_mask_sums"))
+    if totals is None:
+        raise ValueError(
+            "prompt_mean needs batch['prompt_mask_sums'], the active tokens of each row's whole prompt group; "
+            "conversion writes that column under --loss-aggregation prompt_mean"
+        )
+    return totals
 
 
 def _prompts_per_sample(args: Namespace, batch: RolloutBatch) -> float:
@@ -86,6 +99,8 @@ def load_pg_loss_reducer(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     loss_masks: Sequence[torch.Tensor],
+    *,
+    context: ReducerContext | None = None,
 ) -> Reducer:
     """Build the reducer of a custom factory and hold it to its contract.
 
@@ -94,6 +109,7 @@ def load_pg_loss_reducer(
         total_lengths: Passed on, first positional argument of the factory.
         response_lengths: Passed on, second.
         loss_masks: Passed on, third; `args.calculate_per_token_loss` is the fourth.
+        context: Passed on as the keyword `context`, to a factory that declares it.
 
     Returns:
         The factory's reducer, which raises UserError where the result is not a scalar tensor or has lost the gradient.
@@ -104,8 +120,10 @@ def load_pg_loss_reducer(
     path = args.custom_pg_loss_reducer_function_path
     per_token = getattr(args, "calculate_per_token_loss", False)
     factory = load_function(path)
-    check_signature(factory, path, 4, "total_lengths, response_lengths, loss_masks, calculate_per_token_loss")
-    reducer = factory(total_lengths, response_lengths, loss_masks, per_token)
+    keywords = {"context": context} if declares_context(factory) else {}
+    names = "total_lengths, response_lengths, loss_masks, calculate_per_token_loss"
+    check_signature(factory, path, 4, names + ", *, context" * bool(keywords), **keywords)
+    reducer = factory(total_lengths, response_lengths, loss_masks, per_token, **keywords)
     if not callable(reducer):
         raise UserError(f"{path} must return a callable of per-token values, got {type(reducer).__name__}")
 
@@ -121,14 +139,14 @@ def load_pg_loss_reducer(
     return reduce
 
 
-def check_signature(function: Callable[..., Any], path: str, num_arguments: int, names: str) -> None:
-    """Check that a plug-in can be called with so many positional arguments.
+def check_signature(function: Callable[..., Any], path: str, num_arguments: int, names: str, **keywords: Any) -> None:
+    """Check that a plug-in can be called with so many positional arguments, and these keywords.
 
     Raises:
         UserError: it cannot.
     """
     try:
-        inspect.signature(function).bind(*[None] * num_arguments)
+        inspect.signature(function).bind(*[None] * num_arguments, **keywords)
     except TypeError as error:
         raise UserError(f"{path} must take ({names}): {error}") from None
     except ValueError:  # a built-in that does not tell its signature
@@ -139,10 +157,33 @@ def probe_pg_loss_reducer(args: Namespace) -> None:
     """Try a custom reducer on two rows before anything is computed; without one, do nothing.
 
     Raises:
-        UserError: what `load_pg_loss_reducer` refuses.
+        UserError: what `load_pg_loss_reducer` refuses, or a reducer that is not linear: without that its results over
+            micro-batches and ranks do not add up to the step's.
     """
-    if getattr(args, "custom_pg_loss_reducer_function_path", None) is None:
+    path = getattr(args, "custom_pg_loss_reducer_function_path", None)
+    if path is None:
         return
     masks = [torch.tensor([1, 1, 0]), torch.tensor([1])]
-    reducer = load_pg_loss_reducer(args, [5, 3], [3, 1], masks)
-    reducer(torch.tensor([0.5, -1.0, 2.0, 0.25], requires_grad=True))
+    batch: RolloutBatch = {
+        "total_lengths": [5, 3],
+        "response_lengths": [3, 1],
+        "loss_masks": masks,
+        "row_totals": torch.tensor([2, 1]),
+        "rollout_totals": torch.tensor([2, 1]),
+        "rollout_kept_sums": torch.tensor([2, 1]),
+        "prompt_totals": torch.tensor([3, 3]),
+        "sample_totals": torch.tensor([2, 1]),
+        "term_counts": StepCounts(num_samples=2, num_prompts=1, num_tokens=3),
+    }
+    context = ReducerContext.of(args, batch, masks) if wants_context(args) else None
+    reducer = load_pg_loss_reducer(args, batch["total_lengths"], batch["response_lengths"], masks, context=context)
+    num_tokens = 4 if context is None else sum(context.local_lengths)
+    one, other = torch.tensor([0.5, -1.0, 2.0, 0.25])[:num_tokens], torch.tensor([3.0, 0.125, -0.5, -4.0])[:num_tokens]
+    together = reducer((2 * one - 3 * other).requires_grad_())
+    apart = 2 * reducer(one) - 3 * reducer(other)
+    if not torch.allclose(together, apart, rtol=1e-4, atol=1e-4):
+        raise UserError(
+            f"the reducer of {path} must be linear, f(2 x - 3 y) = 2 f(x) - 3 f(y), so that micro-batches and ranks "
+            f"add up; got {together.item():g} and {apart.item():g}. Do not divide by what the values hold, or add a "
+            "constant"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,13 @@ from miles.backends.training_utils.loss_hub.math_utils import row_sums, spread_o
 from miles.utils.types import RolloutBatch
 
 
+def slice_rows(args: Namespace, batch: RolloutBatch, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Slice a micro-batch's B whole-response rows to their tokens on this context-parallel rank."""
+    return get_local_response_loss_masks(
+        batch["total_lengths"], batch["response_lengths"], rows, args.qkv_format, batch.get("max_seq_lens")
+    )
+
+
 @dataclass(frozen=True)
 class Responses:
     """The response tokens of a micro-batch on this rank, with everything at masked positions replaced by 0.
@@ -21,6 +29,7 @@ class Responses:
     though the reducer never reads it, so it is kept out before any arithmetic.
     """
 
+    args: Namespace
     batch: RolloutBatch
     masks: list[torch.Tensor]
     active: torch.Tensor
@@ -28,14 +37,8 @@ class Responses:
     @classmethod
     def of(cls, args: Namespace, batch: RolloutBatch) -> Responses:
         """Slice the micro-batch's masks to this context-parallel rank."""
-        masks = get_local_response_loss_masks(
-            batch["total_lengths"],
-            batch["response_lengths"],
-            batch["loss_masks"],
-            args.qkv_format,
-            batch.get("max_seq_lens"),
-        )
-        return cls(batch, masks, concat(masks) != 0)
+        masks = slice_rows(args, batch, batch["loss_masks"])
+        return cls(args, batch, masks, concat(masks) != 0)
 
     def column(self, key: str, *, needed_for: str) -> torch.Tensor:
         """Return `batch[key]` as `[T]`, detached."""
@@ -49,6 +52,10 @@ class Responses:
     def clean(self, values: torch.Tensor) -> torch.Tensor:
         """Return `[T]` values with 0 at masked positions."""
         return torch.where(self.active.to(values.device), values, values.new_zeros(()))
+
+    def slice(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Slice B whole-response rows to their tokens on this rank."""
+        return slice_rows(self.args, self.batch, rows)
 
     def per_row(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Cut `[T]` values into B rows `[T_i]`."""

@@ -8,7 +8,7 @@ import torch
 
 from miles.backends.training_utils.data import move_to_device
 from miles.backends.training_utils.log_utils import aggregate_train_losses, log_rollout_data, log_train_step
-from miles.backends.training_utils.parallel import set_parallel_state
+from miles.backends.training_utils.parallel import GroupInfo, set_parallel_state
 from miles.ray.rollout.train_data_conversion import process_rollout_data_shard, split_train_data_by_dp
 from tests.fast.backends.training_utils.harness import train_data_of
 from tests.fast.backends.training_utils.layout import batch_sizes, mode_namespace, simulated_state
@@ -170,6 +170,63 @@ def test_rollout_log_survives_every_column_of_every_mode(mode, poison):
     assert metrics["rollout/response_lengths"] == pytest.approx((3 + 1 + 2 + 5) / 4)
     assert not [key for key in metrics if "prompt" in key or "mask" in key or "counts" in key]
     assert all(type(value) is float for value in metrics.values())
+
+
+SEVERAL = [  # rollout 4 is the first and the last row, rollout 1 the two in between, the third one masked
+    Row.of([1, 0, 1], [0] * 3, group=0, rollout=4),
+    Row.of([1], [0], group=0, rollout=1),
+    Row.of([0, 0], [0] * 2, group=0, rollout=1),
+    Row.of([1] * 5, [0] * 5, group=0, rollout=4),
+]
+MEANS = {
+    # Rewards are the rollout's number modulo 3: 1 and 1; made 1 and 0 below, so that a mean over rows shows.
+    "raw_reward": (1 + 0) / 2,
+    "rewards": (0.5 - 0.25) / 2,
+    # Rollout 4: (-1 - 2 - 0.5 - 1.5 - 2.5 - 3.5 - 4.5) / 7; rollout 1: -4.
+    "rollout_log_probs": (-15.5 / 7 - 4) / 2,
+    # Of rows.
+    "response_lengths": (3 + 1 + 2 + 5) / 4,
+    "total_lengths": (5 + 3 + 4 + 7) / 4,
+    "truncated": 0.0,
+    "round_number": (1 + 2 + 3 + 6) / 4,
+}
+
+
+def columns_of_several_rows(args):
+    data = train_data_of(args, SEVERAL)
+    data["rollout_log_probs"] = [list(row) for row in LOG_PROBS]
+    data["raw_reward"], data["rewards"] = [1.0, 0.0, 0.0, 1.0], [0.5, -0.25, -0.25, 0.5]
+    data["round_number"] = [1, 2, 3, 6]
+    return data
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rollouts_of_several_rows_count_once_in_rewards_and_token_means(mode):
+    args = mode_namespace(mode, **batch_sizes(SEVERAL))
+    (shard,) = split_train_data_by_dp(args, columns_of_several_rows(args), 1)
+    metrics = log_rollout_data(0, args, move_to_device(process_rollout_data_shard(args, shard), "cpu"))
+    assert metrics == {f"rollout/{key}": pytest.approx(value) for key, value in MEANS.items()}
+
+
+@pytest.mark.parametrize("rows_of_ranks", [[[0], [3, 2], [1]], [[2, 1, 0, 3], []], [[1, 2], [0, 3]]])
+def test_any_deal_of_the_rows_logs_the_same(rows_of_ranks, monkeypatch):
+    """Sums and counts of the ranks add up, rows of one rollout on several ranks and an empty rank among them."""
+    args = mode_namespace("sample_mean", **batch_sizes(SEVERAL))
+    (whole,) = split_train_data_by_dp(args, columns_of_several_rows(args), 1)
+    whole = process_rollout_data_shard(args, whole)
+    place = {row: position for position, row in enumerate(whole["sample_indices"])}
+    pairs = []
+    monkeypatch.setattr(GroupInfo, "all_reduce", lambda self, tensor: pairs.append(tensor) or tensor)
+    for rows in rows_of_ranks:
+        columns = {key: column for key, column in whole.items() if key != "step_row_counts"}
+        shard = {key: [column[place[row]] for row in rows] for key, column in columns.items()}
+        log_rollout_data(0, args, {**move_to_device(shard, "cpu"), "step_row_counts": [len(rows)]})
+    totals = torch.stack(pairs).sum(0)
+    names = ("rewards", "raw_reward", "response_lengths", "total_lengths", "truncated", "round_number")
+    expected = [MEANS[name] for name in (*names, "rollout_log_probs")]
+    assert (totals[:, 0] / totals[:, 1]).tolist() == pytest.approx(expected)
+    # Two rollouts, four rows.
+    assert totals[:, 1].tolist() == [2, 2, 4, 4, 4, 4, 2]
 
 
 def test_rollout_log_survives_an_unknown_column():

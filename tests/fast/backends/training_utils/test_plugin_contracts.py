@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from miles.backends.training_utils.loss import _checked_loss
+from miles.backends.training_utils.loss_aggregation import StepCounts
 from miles.backends.training_utils.loss_hub import pg_loss_reducer
 from miles.backends.training_utils.loss_hub.corrections import check_correction
 from miles.backends.training_utils.loss_hub.losses import policy_loss_function
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
+from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.utils.errors import UserError
 from tests.fast.backends.training_utils.layout import mode_namespace
 from tests.fast.backends.training_utils.loss.inputs import CUT, Step
@@ -18,6 +20,11 @@ from tests.fast.oracle import MODES
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([1])]
 PG_LOSS = torch.arange(4.0)
+BATCH = {"total_lengths": [5, 3], "response_lengths": [3, 1], "loss_masks": MASKS}
+RESPONSES = Responses(Namespace(qkv_format="thd"), BATCH, MASKS, torch.cat(MASKS) != 0)
+
+
+CONTEXTS = []
 
 
 def too_few(total_lengths):
@@ -40,8 +47,26 @@ def detached(total_lengths, response_lengths, loss_masks, calculate_per_token_lo
     return lambda values: values.sum().detach()
 
 
+def not_linear(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda values: values.sum() / values.abs().max()
+
+
+def with_a_constant(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda values: values.sum() + 1
+
+
 def right(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return lambda values: values.sum()
+
+
+def without_context_but_required(total_lengths, response_lengths, loss_masks, calculate_per_token_loss, *, counts):
+    return lambda values: values.sum()
+
+
+def by_context(total_lengths, response_lengths, loss_masks, calculate_per_token_loss, *, context):
+    CONTEXTS.append(context)
+    weights = torch.repeat_interleave(1 / context.denominators["prompt_mean"], torch.tensor(context.local_lengths))
+    return lambda values: (values * torch.cat(list(context.local_masks)) * weights).sum()
 
 
 @pytest.mark.parametrize(
@@ -52,12 +77,34 @@ def right(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)
         (not_a_scalar, r"must return a scalar tensor, got \(4,\)"),
         (not_a_tensor, "must return a scalar tensor, got float"),
         (detached, "must keep the gradient"),
+        (not_linear, r"must be linear, f\(2 x - 3 y\) = 2 f\(x\) - 3 f\(y\).*got "),
+        (with_a_constant, "must be linear.*or add a constant"),
+        (without_context_but_required, r"must take \(.*calculate_per_token_loss\): missing .*counts"),
     ],
 )
 def test_reducers_are_probed_before_training(factory, message):
     args = Namespace(custom_pg_loss_reducer_function_path=f"{__name__}.{factory.__name__}")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"(?s){message}"):
         probe_pg_loss_reducer(args)
+
+
+def test_a_factory_that_declares_it_gets_its_context():
+    """Two rows of one group with 2 and 1 active tokens: M_g = 3, times P / N = 1 / 2."""
+    CONTEXTS.clear()
+    path = f"{__name__}.by_context"
+    args = Namespace(custom_pg_loss_reducer_function_path=path, qkv_format="thd", loss_aggregation="sample_mean")
+    probe_pg_loss_reducer(args)
+    (context,) = CONTEXTS
+    assert context.step_counts == StepCounts(2, 1, 3) and context.normalizer == 2
+    assert {mode: None if d is None else d.tolist() for mode, d in context.denominators.items()} == {
+        "sample_mean": [2, 1],
+        "prompt_mean": [1.5, 1.5],
+        "token_mean": [1, 1],
+        "constant": None,
+    }
+    assert context.local_lengths == [3, 1] and context.sample_totals.tolist() == [2, 1]
+    with pytest.raises(ValueError, match="run prepare_loss_terms before it"):
+        pg_loss_reducer.ReducerContext.of(args, BATCH, MASKS)
 
 
 def test_a_right_reducer_and_none_pass_the_probe():
@@ -77,13 +124,19 @@ def test_a_right_reducer_and_none_pass_the_probe():
         ((PG_LOSS, None, {}), "one mask for each of 2 rows"),
         ((PG_LOSS, [MASKS[0][:2], MASKS[1]], {}), "over its whole response"),
         ((PG_LOSS, [2 * MASKS[0], MASKS[1]], {}), "hold 0"),
+        ((PG_LOSS, [MASKS[0] * 0 + 1, MASKS[1]], {}), "kept one that loss_masks leaves out"),
     ],
 )
 def test_corrections(result, message):
     with pytest.raises(UserError, match=message):
-        check_correction("my.correction", result, {"loss_masks": MASKS}, PG_LOSS)
-    right_one = (PG_LOSS, [MASKS[0] * 0, MASKS[1].bool()], {"kl": PG_LOSS})
-    assert check_correction("my.correction", right_one, {"loss_masks": MASKS}, PG_LOSS) is not None
+        check_correction("my.correction", result, RESPONSES, PG_LOSS)
+
+
+def test_a_right_correction():
+    result = (PG_LOSS, [MASKS[0] * 0, MASKS[1].bool()], {"kl": PG_LOSS})
+    corrected, masks, metrics = check_correction("my.correction", result, RESPONSES, PG_LOSS)
+    assert corrected is PG_LOSS and metrics == {"kl": PG_LOSS}
+    assert [mask.tolist() for mask in masks] == [[0, 0, 0], [True]]
 
 
 @pytest.mark.parametrize(

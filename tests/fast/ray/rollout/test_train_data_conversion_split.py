@@ -101,7 +101,7 @@ def test_balancing_evens_out_the_tokens_of_the_ranks():
 
 
 def test_rollout_counts_sum_to_the_number_of_rollouts_over_any_shards():
-    rollouts = [0, 0, 1, 2, 3, 4, 4, 4]
+    rollouts = [0, 0, 1, 2, 3, 3, 4, 4]
     rows = rows_of(rollouts=rollouts)
     args, data = setup(
         rows, "sample_mean", global_batch_size=5, n_samples_per_prompt=1, rollout_batch_size=5, balance_data=True

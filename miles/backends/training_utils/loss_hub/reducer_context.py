@@ -1,0 +1,107 @@
+"""What a custom reducer may ask for: the step's counts, the divisors of every mode, and this rank's share of rows."""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from miles.backends.training_utils.loss_aggregation import (
+    LossAggregation,
+    StepCounts,
+    one_for_zero,
+    prompt_denominators,
+)
+from miles.backends.training_utils.loss_hub.responses import slice_rows
+from miles.backends.training_utils.loss_term import LossTerm
+from miles.utils.misc import load_function
+from miles.utils.types import RolloutBatch
+
+
+@dataclass(frozen=True)
+class ReducerContext:
+    """Handed as the keyword `context` to a reducer factory that declares it.
+
+    A reducer returns this micro-batch's and this rank's share of a sum over the step; the trainer divides the sum by
+    `normalizer`. A factor that depends on rows alone, on the fields below among them, keeps it exact under every cut.
+
+    Attributes:
+        args: The run's arguments.
+        step_counts: N samples, P prompt groups and what is counted of all tokens, over the whole step.
+        normalizer: Z of the run's mode: the counted tokens under `token_mean`, else N.
+        denominators: d_i of every mode by its name, `[B]` float64; None for `prompt_mean` where the rows' groups are
+            not known, and for `constant` without `--loss-aggregation-divisor`.
+        sample_totals: `[N]` counted tokens of each sample of the whole step, in no particular order; 0 where nothing
+            is left of it. int64, float64 where loss weights count.
+        local_lengths: B numbers T_i of response tokens on this context-parallel rank; the values that the reducer gets
+            have their sum as length.
+        local_masks: B masks `[T_i]` of the tokens that the policy term sums over.
+        max_seq_lens: B padded lengths, for "bshd".
+        qkv_format: "thd" or "bshd".
+    """
+
+    args: Namespace
+    step_counts: StepCounts
+    normalizer: int | float
+    denominators: Mapping[str, torch.Tensor | None]
+    sample_totals: torch.Tensor
+    local_lengths: Sequence[int]
+    local_masks: Sequence[torch.Tensor]
+    max_seq_lens: Sequence[int] | None
+    qkv_format: str
+
+    @classmethod
+    def of(cls, args: Namespace, batch: RolloutBatch, masks: Sequence[torch.Tensor]) -> ReducerContext:
+        """Read the context from a micro-batch that `prepare_loss_terms` has prepared.
+
+        Raises:
+            ValueError: the batch does not know its step.
+        """
+        if batch.get("sample_totals") is None:
+            raise ValueError("a reducer's context needs totals of the whole step; run prepare_loss_terms before it")
+        term = LossTerm.of(args, batch, masks)
+        local_masks = slice_rows(args, batch, masks)
+        return cls(
+            args=args,
+            step_counts=term.counts,
+            normalizer=term.counts.normalizer(LossAggregation.of(args)),
+            denominators=_denominators(args, term),
+            sample_totals=batch["sample_totals"],
+            local_lengths=[mask.numel() for mask in local_masks],
+            local_masks=local_masks,
+            max_seq_lens=batch.get("max_seq_lens"),
+            qkv_format=args.qkv_format,
+        )
+
+
+def _denominators(args: Namespace, term: LossTerm) -> dict[str, torch.Tensor | None]:
+    sample = one_for_zero(term.rollout_totals)
+    prompt = None
+    if term.prompt_totals is not None and term.counts.num_prompts:
+        ratio = term.counts.num_prompts / term.counts.num_samples
+        prompt = prompt_denominators(term.prompt_totals, prompts_per_sample=ratio)
+    divisor = getattr(args, "loss_aggregation_divisor", None)
+    return {
+        LossAggregation.SAMPLE_MEAN.value: sample,
+        LossAggregation.PROMPT_MEAN.value: prompt,
+        LossAggregation.TOKEN_MEAN.value: torch.ones_like(sample),
+        LossAggregation.CONSTANT.value: None if divisor is None else torch.full_like(sample, divisor),
+    }
+
+
+def wants_context(args: Namespace) -> bool:
+    """Whether the run's custom reducer factory declares the keyword `context`."""
+    path = getattr(args, "custom_pg_loss_reducer_function_path", None)
+    return path is not None and declares_context(load_function(path))
+
+
+def declares_context(factory: Callable[..., Any]) -> bool:
+    """Whether a factory has a parameter of the name `context`."""
+    try:
+        return "context" in inspect.signature(factory).parameters
+    except ValueError:  # a built-in that does not tell its signature
+        return False

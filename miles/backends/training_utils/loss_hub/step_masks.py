@@ -1,0 +1,71 @@
+"""The masks that a correction leaves: one set for the whole step, whatever micro-batch asks."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch
+
+from miles.backends.training_utils.cp_utils import gather_responses_with_cp
+from miles.backends.training_utils.loss_aggregation import concat
+from miles.backends.training_utils.loss_hub.responses import Responses
+from miles.utils.errors import UserError
+
+
+def step_masks(args: Namespace, responses: Responses, local_masks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return a micro-batch's whole-response masks after correction.
+
+    Args:
+        args: Reads `custom_tis_function_path` and `qkv_format`.
+        responses: The micro-batch. Its "kept_masks", from `prepare_loss_terms`, are the answer; a batch without that
+            column takes the masks of its own call.
+        local_masks: What the correction left in this call, B rows `[T_i]` of this rank.
+
+    Raises:
+        UserError: a custom correction left other masks here than for the whole step.
+    """
+    kept = responses.batch.get("kept_masks")
+    if kept is None:
+        return gather_masks(args, responses, local_masks)
+    path = getattr(args, "custom_tis_function_path", None)
+    if path is not None:
+        refuse_other_masks(path, responses, local_masks, responses.slice(kept))
+    return kept
+
+
+def gather_masks(args: Namespace, responses: Responses, local_masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Put rows `[T_i]` of all context-parallel ranks together: B whole-response masks, int64."""
+    batch = responses.batch
+    return gather_responses_with_cp(
+        [mask.to(torch.int64) for mask in local_masks],
+        batch["total_lengths"],
+        batch["response_lengths"],
+        args.qkv_format,
+        batch.get("max_seq_lens"),
+    )
+
+
+def refuse_other_masks(
+    path: str, responses: Responses, masks: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> None:
+    """Check that a custom correction left the masks `[T_i]` that it left for the whole step.
+
+    Raises:
+        UserError: naming the first sample that differs.
+    """
+    if torch.equal(concat(masks) != 0, concat(expected) != 0):
+        return
+    row = next(
+        row
+        for row, (one, other) in enumerate(zip(masks, expected, strict=True))
+        if not torch.equal(one != 0, other != 0)
+    )
+    indices = responses.batch.get("sample_indices")
+    name = row if indices is None or indices[row] is None else indices[row]
+    raise UserError(
+        f"{path} must leave the same masks whatever micro-batch it is called with: of sample {name} it keeps "
+        f"{int((expected[row] != 0).sum())} tokens in the whole step and {int((masks[row] != 0).sum())}, or others, "
+        "in its micro-batch. A mask may depend on the row's own log-probs and mask, not on the other rows, pg_loss or "
+        "chance; the step's totals are taken before its first micro-batch"
+    )

@@ -1,0 +1,105 @@
+"""What the main term of a loss sums over, and the totals of the whole step that divide it.
+
+The main term is the policy-gradient term, or the SFT or value loss. With k_it what is left of the mask m_it after an
+off-policy correction, and w_it >= 0 the loss weights,
+
+    value = (1 / Z) * sum_i (1 / d_i) * sum_t k_it * w_it * x_it
+
+where d_i and Z are those of the mode, with c_it in place of m_it: what is counted of a token.
+
+| `--rejected-tokens` | `--loss-weight-normalization` | c_it        |
+|---------------------|-------------------------------|-------------|
+| drop                | weights                       | k_it * w_it |
+| keep                | weights                       | m_it * w_it |
+| drop                | tokens                        | k_it        |
+| keep                | tokens                        | m_it        |
+
+Without a correction and without weights all of them are m_it. N and P count samples and groups whatever is left of
+them. Shapes: B rows, T tokens of them on this rank.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from miles.backends.training_utils.loss_aggregation import Reducer, StepCounts, concat, mask_sums
+from miles.backends.training_utils.loss_hub.math_utils import row_sums
+from miles.backends.training_utils.loss_hub.responses import slice_rows
+from miles.utils.types import RolloutBatch
+
+TERM_COLUMNS = ("row_totals", "rollout_totals", "rollout_kept_sums", "prompt_totals")
+"""Columns, one number for each row, that `prepare_loss_terms` adds."""
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """The main term of a micro-batch.
+
+    Attributes:
+        masks: k, B whole-response masks.
+        weights: w, B whole-response rows of float32, or None for ones.
+        row_totals: `[B]` sum of c over each row; int64, float64 where weights count.
+        rollout_totals: `[B]` sum of c over each row's rollout: d_i of `sample_mean`.
+        rollout_kept_sums: `[B]` int64, the same without weights: d_i of the sample means that are not weighted.
+        prompt_totals: `[B]` sum of c over each row's prompt group, None where groups are not known.
+        counts: N and P of the step, with the sum of c as `num_tokens`; None for a batch that does not know its step.
+    """
+
+    masks: Sequence[torch.Tensor]
+    weights: Sequence[torch.Tensor] | None
+    row_totals: torch.Tensor
+    rollout_totals: torch.Tensor
+    rollout_kept_sums: torch.Tensor
+    prompt_totals: torch.Tensor | None
+    counts: StepCounts | None
+
+    @classmethod
+    def of(cls, args: Namespace, batch: RolloutBatch, masks: Sequence[torch.Tensor] | None = None) -> LossTerm:
+        """Read the term from a micro-batch, by default over the masks that the step's correction left.
+
+        A batch without the columns of `prepare_loss_terms` takes what it has: the totals that conversion wrote and,
+        where there are none, those of its own rows.
+
+        Raises:
+            ValueError: the batch has loss weights and was not prepared.
+        """
+        if masks is None:
+            masks = batch.get("kept_masks", batch["loss_masks"])
+        weights = batch.get("loss_weights")
+        if "row_totals" in batch:
+            totals = [batch.get(key) for key in TERM_COLUMNS]
+            return cls(masks, weights, *totals, batch["term_counts"])
+        if weights is not None:
+            raise ValueError("batch['loss_weights'] needs totals of the whole step; run prepare_loss_terms before it")
+        totals = mask_sums(counted_masks(args, batch["loss_masks"], masks))
+        shared = batch.get("rollout_mask_sums")
+        shared = totals if shared is None else torch.as_tensor(shared, device=totals.device)
+        return cls(masks, None, totals, shared, shared, batch.get("prompt_mask_sums"), batch.get("step_counts"))
+
+    def weigh(self, args: Namespace, batch: RolloutBatch, reducer: Reducer) -> Reducer:
+        """Return x -> reducer(w * x); the reducer itself where there are no weights."""
+        if self.weights is None:
+            return reducer
+        weights = concat(slice_rows(args, batch, self.weights))
+        # A token of weight 0 is out like a masked one, whatever its value, NaN included.
+        return lambda values: reducer(torch.where(weights != 0, values, values.new_zeros(())) * weights)
+
+
+def counted_masks(
+    args: Namespace, loss_masks: Sequence[torch.Tensor], kept_masks: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Return the masks whose tokens are counted, k or m, as `--rejected-tokens` says."""
+    return kept_masks if getattr(args, "rejected_tokens", "drop") == "drop" else loss_masks
+
+
+def counted_sums(
+    args: Namespace, masks: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None
+) -> torch.Tensor:
+    """Return the sum of c over each row, `[B]`, from `counted_masks`: int64, or float64 where weights count."""
+    if weights is None or getattr(args, "loss_weight_normalization", "weights") == "tokens":
+        return mask_sums(masks)
+    return row_sums(concat(masks).to(torch.float64) * concat(weights).to(torch.float64), list(masks))

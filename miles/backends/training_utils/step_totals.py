@@ -1,0 +1,154 @@
+"""What divides the main term of each optimizer step, known before the step's first micro-batch.
+
+Masks that change at train time (rejection) and loss weights change what is counted, so the totals that conversion and
+`get_step_counts` took of the original masks no longer divide the term. `prepare_loss_terms` runs the correction once
+over the rank's rows of each step, and adds up what is counted over all ranks: by step, by rollout and by prompt group.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from miles.backends.training_utils.data import DataIterator
+from miles.backends.training_utils.loss_aggregation import LossAggregation, StepCounts, mask_sums
+from miles.backends.training_utils.loss_hub.corrections import may_reject, run_correction
+from miles.backends.training_utils.loss_hub.reducer_context import wants_context
+from miles.backends.training_utils.loss_hub.responses import Responses
+from miles.backends.training_utils.loss_hub.step_masks import gather_masks, refuse_other_masks
+from miles.backends.training_utils.loss_term import counted_masks, counted_sums
+from miles.backends.training_utils.parallel import get_parallel_state
+from miles.utils.distributed_utils import on_every_rank
+from miles.utils.types import RolloutBatch
+
+
+def prepare_loss_terms(
+    args: Namespace, rollout_data: RolloutBatch, iterators: Sequence[DataIterator], num_microbatches: Sequence[int]
+) -> None:
+    """Add to the rank's rows what `LossTerm` reads, in place; every rank calls this.
+
+    Nothing is done where the original masks are what is counted: no correction that may reject, no loss weights, no
+    reducer that asks for its context. Otherwise one collective over the data-parallel ranks for all steps.
+
+    Args:
+        args: The run's arguments.
+        rollout_data: The rank's rows with "log_probs" (a pipeline stage without logits has none), and
+            "rollout_ordinals" and, where groups are known, "prompt_ordinals".
+        iterators: The rows' schedules; their `step_facts` get the counts of the term.
+        num_microbatches: Micro-batches of each step.
+
+    Raises:
+        UserError: a custom correction broke its contract, or its masks depend on the micro-batch; on every rank.
+    """
+    weights = rollout_data.get("loss_weights")
+    if not (may_reject(args) or weights is not None or wants_context(args)):
+        return
+    masks = rollout_data["loss_masks"]
+    if may_reject(args):
+        masks = _kept_masks(args, rollout_data, iterators[0])
+        if masks is not None:
+            rollout_data["kept_masks"] = masks
+        masks = rollout_data.get("kept_masks", rollout_data["loss_masks"])
+    counts = _counts_by_step(iterators[0], num_microbatches)
+    counted = counted_masks(args, rollout_data["loss_masks"], masks)
+    rollout_data["row_totals"] = counted_sums(args, counted, weights)
+    facts = _add_totals(args, rollout_data, mask_sums(counted), counts)
+    for iterator in iterators:
+        iterator.step_facts = [fact for fact, total in zip(facts, num_microbatches, strict=True) for _ in range(total)]
+
+
+def is_left_empty(args: Namespace, term_tokens: int | float) -> bool:
+    """Whether a step has nothing to take a mean of: `token_mean`, and no token is left that counts."""
+    return LossAggregation.of(args) is LossAggregation.TOKEN_MEAN and not term_tokens > 0
+
+
+def _starts(num_microbatches: Sequence[int]) -> list[int]:
+    return [sum(num_microbatches[:step]) for step in range(len(num_microbatches))]
+
+
+def _counts_by_step(iterator: DataIterator, num_microbatches: Sequence[int]) -> list[StepCounts]:
+    return [iterator.step_counts[start] for start in _starts(num_microbatches)]
+
+
+def _kept_masks(args: Namespace, rollout_data: RolloutBatch, iterator: DataIterator) -> list[torch.Tensor] | None:
+    """Return what the correction leaves of all of the rank's rows; None on a stage that has no log-probs."""
+    if not get_parallel_state().is_pp_last_stage:
+        return on_every_rank(lambda: None)
+    local = on_every_rank(lambda: _local_kept_masks(args, rollout_data, iterator))
+    everything = Responses.of(args, rollout_data)
+    return gather_masks(args, everything, local)
+
+
+def _local_kept_masks(args: Namespace, rollout_data: RolloutBatch, iterator: DataIterator) -> list[torch.Tensor]:
+    """Run the correction on each step's rows, and a custom one on each micro-batch's to compare."""
+    local: list[torch.Tensor] = []
+    for num_rows in rollout_data["step_row_counts"]:
+        rows = range(len(local), len(local) + num_rows)
+        if num_rows:
+            local += _run_on(args, rollout_data, rows, fill=0.0)[1]
+    path = getattr(args, "custom_tis_function_path", None)
+    for rows in iterator.micro_batch_indices if path is not None else ():
+        if rows:
+            responses, masks = _run_on(args, rollout_data, rows, fill=1.0)
+            refuse_other_masks(path, responses, masks, [local[row] for row in rows])
+    return local
+
+
+def _run_on(
+    args: Namespace, rollout_data: RolloutBatch, rows: Sequence[int], *, fill: float
+) -> tuple[Responses, Sequence[torch.Tensor]]:
+    """Run the correction on some rows, with a constant as the loss that is not known yet."""
+    batch = DataIterator(rollout_data, [list(rows)], [StepCounts(0, 0, 0)]).get_next()
+    responses = Responses.of(args, batch)
+    pg_loss = torch.full(responses.active.shape, fill, device=responses.active.device)
+    return responses, run_correction(args, responses, pg_loss)[1]
+
+
+def _add_totals(
+    args: Namespace, rollout_data: RolloutBatch, kept_sums: torch.Tensor, counts: Sequence[StepCounts]
+) -> list[dict[str, Any]]:
+    """Add the columns of totals over all ranks; return each step's facts."""
+    row_totals = rollout_data["row_totals"]
+    num_rollouts = sum(count.num_samples for count in counts)
+    by_rollout = rollout_data["rollout_ordinals"].to(row_totals.device)
+    by_prompt = rollout_data.get("prompt_ordinals")
+    step_of_row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(rollout_data["step_row_counts"])).to(
+        row_totals.device
+    )
+    parts = [
+        _scatter(row_totals, step_of_row, len(counts)),
+        _scatter(row_totals, by_rollout, num_rollouts),
+        _scatter(kept_sums.to(row_totals.dtype), by_rollout, num_rollouts),
+        _scatter(_first_rows(rollout_data).to(row_totals) * step_of_row, by_rollout, num_rollouts),
+    ]
+    if by_prompt is not None:
+        by_prompt = by_prompt.to(row_totals.device)
+        parts.append(_scatter(row_totals, by_prompt, sum(count.num_prompts for count in counts)))
+    # One vector: int64, or float64, which holds counts up to 2^53 exactly, where weights count.
+    total = get_parallel_state().intra_dp.all_reduce(torch.cat(parts)).to(row_totals.device)
+    steps, rollouts, kept, step_of_rollout, *prompts = total.split([len(part) for part in parts])
+    rollout_data["rollout_totals"] = rollouts[by_rollout]
+    rollout_data["rollout_kept_sums"] = kept[by_rollout].to(torch.int64)
+    if prompts:
+        rollout_data["prompt_totals"] = prompts[0][by_prompt]
+    return [
+        {
+            "term_counts": replace(count, num_tokens=tokens),
+            "sample_totals": rollouts[step_of_rollout == step],
+        }
+        for step, (count, tokens) in enumerate(zip(counts, steps.tolist(), strict=True))
+    ]
+
+
+def _scatter(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+    return values.new_zeros(size).index_add(0, index, values)
+
+
+def _first_rows(rollout_data: RolloutBatch) -> torch.Tensor:
+    """Return 1 for the first row of each rollout, and 0 for the others."""
+    counts = rollout_data.get("rollout_counts")
+    return torch.ones(len(rollout_data["loss_masks"]), dtype=torch.int64) if counts is None else counts

@@ -1,0 +1,169 @@
+"""What training needs of the columns of a whole rollout, which a custom conversion may have made."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.ray.rollout.row_checks import (
+    check_tokens,
+    checked_log_probs,
+    checked_loss_mask,
+    checked_loss_weights,
+    checked_values,
+    finite_number,
+    short,
+)
+from miles.ray.rollout.shared_columns import ID_COLUMN_OF, check_one_group_each
+from miles.utils.errors import UserError
+
+NEEDED_COLUMNS = ("response_lengths", "loss_masks", "rewards")
+
+COUNT_COLUMNS = ("rollout_counts", "rollout_mask_sums", "prompt_counts", "prompt_mask_sums")
+"""Optional columns of one whole number for each row."""
+
+ID_COLUMNS = tuple(ID_COLUMN_OF.values())
+"""Optional columns of one hashable identity for each row."""
+
+OTHER_COLUMNS = (
+    *("rollout_log_probs", "loss_weights", "raw_reward", "truncated", "sample_indices", "round_number"),
+    "metadata",
+)
+"""The optional columns that are left."""
+
+CUSTOM_CONVERSION = "--custom-convert-samples-to-train-data-path"
+
+
+def validate_train_data(args: Namespace, data: dict[str, Any], *, dp_size: int) -> None:
+    """Check what a trainer needs of a whole rollout before it computes anything.
+
+    Args:
+        args: Reads `global_batch_size`, the aggregation mode, `prompt_groups` and, for the policy loss, the options
+            that need the rollout's log-probs.
+        data: Columns, from `convert_samples_to_train_data` or a custom conversion.
+        dp_size: Number of data-parallel ranks.
+
+    Raises:
+        UserError: a needed column is missing, or a column holds what `check_columns` refuses; a row without a prompt
+            token; with complete prompt groups, a number of rollouts that does not divide into steps, or steps that do
+            not divide over the ranks.
+    """
+    check_columns(data)
+    _check_rollout_log_probs(args, data)
+    for row, (tokens, response_length) in enumerate(zip(data["tokens"], data["response_lengths"], strict=True)):
+        if len(tokens) <= response_length:
+            raise UserError(
+                f"sample {row} has {len(tokens)} tokens and a response_length of {response_length}; at least one "
+                "prompt token has to come before the response, since a token is predicted from the one before it"
+            )
+    if getattr(args, "prompt_groups", "complete") == "complete":
+        _check_batch_sizes(args, len(set(data.get("rollout_ids", range(len(data["tokens"]))))), dp_size)
+
+
+def _check_batch_sizes(args: Namespace, num_rollouts: int, dp_size: int) -> None:
+    """Check that rollouts divide into steps of the global batch size, and a step over the ranks."""
+    if num_rollouts % args.global_batch_size:
+        raise UserError(
+            f"the rollout has {num_rollouts} samples, which is not a multiple of global_batch_size "
+            f"{args.global_batch_size}; set --global-batch-size to a divisor of {num_rollouts} "
+            "(or --rollout-batch-size and --n-samples-per-prompt to what the rollout holds), or pass "
+            "--prompt-groups ragged for steps of about that size"
+        )
+    if LossAggregation.of(args) is not LossAggregation.PROMPT_MEAN and args.global_batch_size % dp_size:
+        raise UserError(
+            f"global_batch_size {args.global_batch_size} is not divisible by the {dp_size} data-parallel ranks; "
+            "change --global-batch-size or the number of processes, or pass --prompt-groups ragged"
+        )
+
+
+def _check_rollout_log_probs(args: Namespace, data: dict[str, Any]) -> None:
+    """Check that an option of the policy loss that needs the rollout's log-probs has them."""
+    if getattr(args, "loss_type", "policy_loss") != "policy_loss" or "rollout_log_probs" in data:
+        return
+    needing = ["use_rollout_logprobs"]
+    if getattr(args, "custom_tis_function_path", None) is None:
+        needing += ["use_tis", "get_mismatch_metrics"]
+    flags = ["--" + name.replace("_", "-") for name in needing if getattr(args, name, False)]
+    if flags:
+        raise UserError(
+            f"{', '.join(flags)}: the policy loss then needs the rollout's log-probs, and the samples carry none; set "
+            "Sample.rollout_log_probs on every sample (in a custom conversion the column rollout_log_probs), or leave "
+            "the option out"
+        )
+
+
+def check_columns(data: Any) -> None:
+    """Check every column of a rollout's train data.
+
+    Raises:
+        UserError: the data is no dict or has no rows; a column is missing, or no list with an entry for each row; a
+            row's tokens, mask, weights or log-probs, or its reward, cannot be trained on; a rollout that spans
+            several prompt groups, or counts of rollouts without their ids.
+    """
+    if not isinstance(data, dict):
+        raise UserError(
+            f"train data must be a dict of columns, got {type(data).__name__}; "
+            f"mend what the function of {CUSTOM_CONVERSION} returns"
+        )
+    if not isinstance(data.get("tokens"), (list, tuple)) or not data["tokens"]:
+        got = (
+            f"{short(data['tokens'])} ({type(data['tokens']).__name__})"
+            if "tokens" in data
+            else f"the columns {sorted(map(str, data))}"
+        )
+        raise UserError(
+            f"train data needs 'tokens', a list of at least one row of token ids, got {got}; "
+            f"mend what the function of {CUSTOM_CONVERSION} returns"
+        )
+    num_rows = len(data["tokens"])
+    for key in (*NEEDED_COLUMNS, *(key for key in COUNT_COLUMNS + ID_COLUMNS + OTHER_COLUMNS if key in data)):
+        _check_column(key, data.get(key, ()), num_rows)
+    _check_rows(data)
+    if "rollout_ids" not in data and any(count != 1 for count in data.get("rollout_counts", ())):
+        raise UserError(
+            "train data has rollout_counts other than 1 and no rollout_ids, so nothing says which rows are one "
+            f"rollout; return rollout_ids from the function of {CUSTOM_CONVERSION} (the counts follow from them)"
+        )
+    if all(key in data for key in ID_COLUMNS):
+        check_one_group_each(*(data[key] for key in ID_COLUMNS))
+
+
+def _check_rows(data: dict[str, Any]) -> None:
+    for row, (tokens, length, mask) in enumerate(
+        zip(data["tokens"], data["response_lengths"], data["loss_masks"], strict=True)
+    ):
+        name = f"sample {row}"
+        check_tokens(name, tokens, length)
+        mask = checked_loss_mask(name, mask, length)
+        if "rollout_log_probs" in data:
+            checked_log_probs(name, data["rollout_log_probs"][row], mask)
+        if "loss_weights" in data:
+            checked_loss_weights(name, data["loss_weights"][row], length)
+        for key in ("rewards", "raw_reward", "truncated", "round_number"):
+            if key in data:
+                finite_number(data[key][row], f"{name} has {key}")
+
+
+def _check_column(key: str, column: Any, num_rows: int) -> None:
+    if not isinstance(column, (list, tuple)):
+        raise UserError(
+            f"train data needs {key} as a list with an entry for each of {num_rows} rows, got "
+            f"{type(column).__name__}; mend what the function of {CUSTOM_CONVERSION} returns"
+        )
+    if len(column) != num_rows:
+        raise UserError(f"train data needs {key} for each of {num_rows} rows, got {len(column)}")
+    if key in COUNT_COLUMNS:
+        checked_values("train data", key, column, "iub", "whole numbers")
+    for row, value in enumerate(column if key in ID_COLUMNS else ()):
+        if value is None:
+            raise UserError(
+                f"sample {row} has {key} None; rows with equal ids belong together, so give each row an id, or leave "
+                "the column out where every row stands alone"
+            )
+        try:
+            hash(value)
+        except TypeError as error:
+            raise UserError(
+                f"sample {row} has {key} {short(value)}; an identity must be hashable, such as an integer"
+            ) from error

@@ -1,0 +1,118 @@
+"""Columns of rows that belong together: the rows of one rollout, and those of one prompt group."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from miles.ray.rollout.row_ids import first_occurrences, ordinals
+from miles.utils.errors import UserError
+
+ID_COLUMN_OF = {"rollout": "rollout_ids", "prompt": "prompt_group_indices"}
+"""The column that says which rows belong together, for each kind."""
+
+
+def shared_columns(kind: str, ids: Sequence[Hashable], loss_masks: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the columns of rows that share a divisor.
+
+    Args:
+        kind: "rollout" or "prompt".
+        ids: Each row's rollout or prompt group.
+        loss_masks: Each row's mask.
+
+    Returns:
+        The ids under the kind's `ID_COLUMN_OF`, `{kind}_counts` (1 on the first row of each id, else 0) and
+        `{kind}_mask_sums` (the active tokens of all rows of the id).
+    """
+    totals: dict[Hashable, int] = {}
+    for id_, mask in zip(ids, loss_masks, strict=True):
+        totals[id_] = totals.get(id_, 0) + int(sum(mask))
+    return {
+        ID_COLUMN_OF[kind]: list(ids),
+        f"{kind}_counts": first_occurrences(ids),
+        f"{kind}_mask_sums": [totals[id_] for id_ in ids],
+    }
+
+
+def add_ordinals(data: dict[str, Any]) -> None:
+    """Number the rollouts, and the prompt groups where there are any, of the whole train data; in place.
+
+    Adds "rollout_ordinals" (0 to R - 1) and, beside "prompt_group_indices", "prompt_ordinals" (0 to P - 1): on each
+    row, the position of its rollout or group among the distinct ones in order of first appearance. Ranks that hold
+    shards of the same data can then add up totals of rollouts and groups without telling each other their ids.
+
+    Args:
+        data: Columns over all rows; reads "tokens", "rollout_ids" and "prompt_group_indices".
+    """
+    data["rollout_ordinals"] = ordinals(data.get("rollout_ids", range(len(data["tokens"]))))
+    if "prompt_group_indices" in data:
+        data["prompt_ordinals"] = ordinals(data["prompt_group_indices"])
+
+
+def check_one_group_each(rollouts: Sequence[Hashable], groups: Sequence[Hashable]) -> None:
+    """Check that the rows of a rollout answer one prompt; rows without a group (None) are left out.
+
+    Raises:
+        UserError: naming a rollout that spans several groups.
+    """
+    known: dict[Hashable, Hashable] = {}
+    for rollout, group in zip(rollouts, groups, strict=True):
+        if group is not None and known.setdefault(rollout, group) != group:
+            raise UserError(
+                f"rollout_id {rollout} spans several prompt groups, group_index {known[rollout]} and {group}; a "
+                "rollout answers one prompt, so give all of its rows one group_index, or other rollouts other ids"
+            )
+
+
+def with_shared_columns(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns and, where there are ids of the kind, those of `shared_columns` that are missing.
+
+    Args:
+        kind: "rollout" or "prompt".
+        data: Columns over all rows; left alone.
+
+    Raises:
+        UserError: given counts that do not count each id once, or given totals that differ between rows of one id.
+    """
+    if ID_COLUMN_OF[kind] not in data:
+        return dict(data)
+    ids = data[ID_COLUMN_OF[kind]]
+    _check_counts(kind, ids, data)
+    _check_mask_sums(kind, ids, data)
+    return {**shared_columns(kind, ids, data["loss_masks"]), **data}
+
+
+def _check_mask_sums(kind: str, ids: Sequence[Hashable], data: dict[str, Any]) -> None:
+    """Check that every row carries the same total as the other rows of its rollout or prompt group."""
+    column = f"{kind}_mask_sums"
+    if column not in data:
+        return
+    sums = data[column]
+    if len(sums) != len(ids):
+        raise UserError(
+            f"train data with {ID_COLUMN_OF[kind]} needs one {column} entry per sample ({len(ids)}), got {len(sums)}"
+        )
+    known: dict[Hashable, int] = {}
+    for id_, total in zip(ids, sums, strict=True):
+        if known.setdefault(id_, total) != total:
+            raise UserError(
+                f"inconsistent {column} in {_WORDS[kind]} {id_}: {known[id_]} and {total}; "
+                f"every row of a {_WORDS[kind]} must carry its total"
+            )
+
+
+def _check_counts(kind: str, ids: Sequence[Hashable], data: dict[str, Any]) -> None:
+    """Check that each rollout or prompt group counts once."""
+    column = f"{kind}_counts"
+    totals: dict[Hashable, int] = {}
+    for id_, count in zip(ids, data.get(column, first_occurrences(ids)), strict=True):
+        totals[id_] = totals.get(id_, 0) + count
+    for id_, total in totals.items():
+        if total != 1:
+            raise UserError(
+                f"{column} of {_WORDS[kind]} {id_} add up to {total}; put 1 on one row of each {_WORDS[kind]} "
+                "and 0 on its other rows, or leave the column out"
+            )
+
+
+_WORDS = {"rollout": "rollout", "prompt": "prompt group"}
