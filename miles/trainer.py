@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from miles.utils.arguments import parse_args
-from miles.utils.errors import UserError
+from miles.utils.errors import RankError, UserError
 from miles.utils.tracking import console_logging
 
 EXIT_DIVERGED = 1
@@ -91,9 +91,9 @@ def _train(args: Namespace, interrupt: Interrupt) -> int:
 
 
 def _print_error(error: Exception) -> None:
-    # All processes stop with the same message; one of each machine tells it. A launcher ends all of them when the
-    # first is gone, so the others wait until it has been told.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    # All processes stop with the same message; one of each machine tells it, unless one alone has it. A launcher ends
+    # all of them when the first is gone, so the others wait until it has been told.
+    if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, RankError):
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(SECONDS_TO_TELL)

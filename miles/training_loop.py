@@ -25,6 +25,7 @@ from miles.utils.distributed_utils import all_gather_objects, on_every_rank
 from miles.utils.errors import UserError
 from miles.utils.finite_checks import refuse_non_finite_samples
 from miles.utils.misc import load_function
+from miles.utils.number_lists import smallest_and_largest
 from miles.utils.run_recorder import RunRecorder, SilentRecorder
 from miles.utils.tracking import LOG_NAME, file_logging, make_output_dir, write_arguments
 from miles.utils.types import RolloutBatch, Sample
@@ -182,9 +183,10 @@ def check_rows_fit_model(args: Namespace, rows: list[list[int]], *, vocab_size: 
                 f"sample {index} has {len(tokens)} tokens, more than the model's {args.max_position_embeddings} "
                 f"positions; raise --max-position-embeddings to at least {longest}"
             )
-        if min(tokens) < 0 or max(tokens) >= vocab_size:
+        smallest, largest = smallest_and_largest(tokens)
+        if smallest < 0 or largest >= vocab_size:
             raise UserError(
-                f"sample {index} has token ids from {min(tokens)} to {max(tokens)}; allowed are 0 to "
+                f"sample {index} has token ids from {smallest} to {largest}; allowed are 0 to "
                 f"{vocab_size - 1}, the vocabulary of --tokenizer-type"
             )
 

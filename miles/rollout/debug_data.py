@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from miles.rollout.plain_dump import load_plain
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
@@ -54,7 +55,8 @@ def save_rollout_dump(path_template: str, rollout_id: int, samples: list[Sample]
     buffer = io.BytesIO()
     try:
         torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        if load_plain(buffer) is None:
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise UserError(
             f"rollout {rollout_id} cannot be saved to {path}: samples may hold plain data and tensors only, "
@@ -109,6 +111,9 @@ def _read(path: Path) -> Any:
     # torch.save's older format is pickle protocol 2; any later one comes from elsewhere.
     if head[:1] == b"\x80" and head != b"\x80\x02":
         raise _refused(path, "it is a bare Python pickle")
+    data = load_plain(path)
+    if data is not None:
+        return data
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise anything

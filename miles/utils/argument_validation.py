@@ -53,9 +53,13 @@ def resolve_batch_sizes(args: Any) -> None:
     rollout is one step.
 
     Raises:
-        UserError: the samples of a rollout cannot be cut into equal steps, or both are set and disagree.
+        UserError: without ragged groups, the samples of a rollout cannot be cut into equal steps, or both are set and
+            disagree.
     """
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if args.prompt_groups == "ragged":
+        _resolve_ragged_batch_sizes(args, num_samples)
+        return
     product = f"rollout_batch_size {args.rollout_batch_size} * n_samples_per_prompt {args.n_samples_per_prompt}"
     num_steps, batch_size = args.num_steps_per_rollout, args.global_batch_size
     if num_steps is not None and batch_size not in (None, num_samples // num_steps):
@@ -77,6 +81,13 @@ def resolve_batch_sizes(args: Any) -> None:
     args.num_steps_per_rollout = num_samples // args.global_batch_size
 
 
+def _resolve_ragged_batch_sizes(args: Any, num_samples: int) -> None:
+    """Take both as about so many: what a rollout holds decides."""
+    if args.global_batch_size is None:
+        args.global_batch_size = max(1, round(num_samples / (args.num_steps_per_rollout or 1)))
+    args.num_steps_per_rollout = max(1, round(num_samples / args.global_batch_size))
+
+
 def resolve_task_args(args: Any) -> None:
     """Fill in the options whose default depends on what is trained, in place."""
     is_embedded = args.prompt_data is None and args.load_debug_rollout_data is None
@@ -89,7 +100,8 @@ def resolve_policy_args(args: Any) -> None:
     """Fill in clipping and reward normalisation from what else is set, in place."""
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
-    if args.n_samples_per_prompt == 1 and args.grpo_std_normalization:
+    is_alone = args.n_samples_per_prompt == 1 and args.prompt_groups == "complete"
+    if is_alone and args.grpo_std_normalization:
         args.grpo_std_normalization = False
         logger.info("n_samples_per_prompt is 1: one reward has no standard deviation, grpo_std_normalization is off")
 

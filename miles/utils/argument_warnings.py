@@ -124,7 +124,8 @@ def warn_about_options_without_effect(args: Any, defaults: Mapping[str, Any]) ->
         if given and is_without_effect(args):
             logger.warning("%s: no effect, since %s", ", ".join(given), reason)
     is_built_in = args.rewards_normalization and args.custom_reward_post_process_path is None
-    if args.n_samples_per_prompt == 1 and is_built_in and args.loss_type != "sft_loss":
+    is_alone = args.n_samples_per_prompt == 1 and args.prompt_groups == "complete"
+    if is_alone and is_built_in and args.loss_type != "sft_loss":
         logger.warning(
             "n_samples_per_prompt is 1: a reward minus its group's mean is 0, so nothing is learned; "
             "raise it, or set --disable-rewards-normalization"

@@ -7,3 +7,7 @@ class UserError(ValueError):
     The command line prints the message and exits with status 2, without a traceback. A message says what is wrong,
     what is allowed, what came, and how to mend it.
     """
+
+
+class RankError(UserError):
+    """A `UserError` that this process alone has met, in the middle of a step that the others are still in."""

@@ -12,14 +12,17 @@ this rank. `qkv_format` is "thd" (rows packed, each padded to its own multiple) 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed.nn.functional as dist_nn
 
-from miles.backends.training_utils.loss_aggregation import concat, make_reducer, mask_sums
+from miles.backends.training_utils.loss_aggregation import concat, make_packed_reducer, packed_mask_sums, row_lengths
 from miles.backends.training_utils.parallel import get_parallel_state
 
 Range = tuple[int, int]
+Length = TypeVar("Length", int, Sequence[int])
 
 
 def get_logits_and_tokens_offset_with_cp(
@@ -51,11 +54,7 @@ def get_logits_and_tokens_offset_with_cp(
     if cp_rank is None or cp_size is None:
         cp = get_parallel_state().cp
         cp_rank, cp_size = cp.rank, cp.size
-    if qkv_format not in ("thd", "bshd"):
-        raise ValueError(f"qkv_format must be 'thd' or 'bshd', got {qkv_format!r}")
-    if qkv_format == "bshd" and max_seq_len is None:
-        raise ValueError("qkv_format 'bshd' needs max_seq_len, the length that rows are padded to")
-    padded_length = total_length if qkv_format == "thd" else max_seq_len
+    padded_length = _padded_length(total_length, qkv_format, max_seq_len)
     if cp_size == 1:
         chunk_size, chunks = padded_length, ((0, padded_length), (padded_length, padded_length))
     else:
@@ -70,6 +69,15 @@ def get_logits_and_tokens_offset_with_cp(
     logits = tuple(predicting(chunk) for chunk in chunks)
     tokens = tuple((start + 1, end + 1) if start < end else (0, 0) for start, end in logits)
     return chunk_size, chunks, logits, tokens
+
+
+def _padded_length(total_length: Length, qkv_format: str, max_seq_len: Length | None) -> Length:
+    """Return what a sequence, or each of several, is padded to before it is cut."""
+    if qkv_format not in ("thd", "bshd"):
+        raise ValueError(f"qkv_format must be 'thd' or 'bshd', got {qkv_format!r}")
+    if qkv_format == "bshd" and max_seq_len is None:
+        raise ValueError("qkv_format 'bshd' needs max_seq_len, the length that rows are padded to")
+    return total_length if qkv_format == "thd" else max_seq_len
 
 
 def local_length(total_length: int, qkv_format: str = "thd", max_seq_len: int | None = None) -> int:
@@ -123,13 +131,56 @@ def get_local_response_loss_masks(
     max_seq_lens: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
     """Slice the loss mask of each of B rows to this rank's tokens: `[response_length]` to `[T_i]`."""
-    max_seq_lens = max_seq_lens if max_seq_lens is not None else [None] * len(loss_masks)
-    return [
-        _slice_loss_mask_for_local_cp(total_length, response_length, loss_mask, qkv_format, max_seq_len)
-        for total_length, response_length, loss_mask, max_seq_len in zip(
-            total_lengths, response_lengths, loss_masks, max_seq_lens, strict=True
-        )
-    ]
+    _check_rows(total_lengths, response_lengths, loss_masks)
+    shares = _local_shares(total_lengths, response_lengths, qkv_format, max_seq_lens)
+    if shares is None or not loss_masks:
+        return list(loss_masks)
+    local, lengths = _keep_shares(concat(loss_masks), shares)
+    return list(local.split(lengths))
+
+
+def _check_rows(total_lengths: Sequence[int], response_lengths: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+    """Refuse rows that do not have one value for each token of their response."""
+    for _, response_length, row in zip(total_lengths, response_lengths, rows, strict=True):
+        if row.numel() != response_length:
+            raise ValueError(f"expected one value for each of {response_length} response tokens, got {row.numel()}")
+
+
+def _local_shares(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    qkv_format: str,
+    max_seq_lens: Sequence[int] | None,
+) -> np.ndarray | None:
+    """Return how each response falls apart on this rank, or None where every rank holds all of it.
+
+    The arithmetic of `slice_log_prob_with_cp` for all rows at once.
+
+    Returns:
+        `[B, 5]` int64 lengths of what is elsewhere, here, elsewhere, here and elsewhere, in the response's order.
+    """
+    cp = get_parallel_state().cp
+    padded = np.asarray(_padded_length(total_lengths, qkv_format, max_seq_lens), dtype=np.int64)
+    if cp.size == 1:
+        return None
+    totals, responses = np.asarray(total_lengths, dtype=np.int64), np.asarray(response_lengths, dtype=np.int64)
+    first = totals - responses - 1  # the position that predicts the first response token
+    chunk_size = -(-padded // (2 * cp.size))
+
+    def share(index: int) -> tuple[np.ndarray, np.ndarray]:
+        # Without a prompt no position predicts the first token; it then goes with position 0.
+        start = np.clip(index * chunk_size - first, 0, responses) if index > 0 else np.zeros_like(first)
+        return start, np.maximum(np.minimum((index + 1) * chunk_size, totals - 1) - first, start)
+
+    edges = [np.zeros_like(first), *share(cp.rank), *share(2 * cp.size - 1 - cp.rank), responses]
+    return np.diff(np.stack(edges, axis=1))
+
+
+def _keep_shares(packed: torch.Tensor, shares: np.ndarray) -> tuple[torch.Tensor, list[int]]:
+    """Cut B packed responses to this rank's tokens, in one gather; return them and their B lengths T_i."""
+    here = np.resize([False, True, False, True, False], shares.size)
+    index = torch.from_numpy(np.flatnonzero(np.repeat(here, shares.ravel())))
+    return packed.index_select(0, index.to(packed.device)), (shares[:, 1] + shares[:, 3]).tolist()
 
 
 def gather_responses_with_cp(
@@ -210,14 +261,21 @@ def get_sum_of_sample_mean(
         raise ValueError(
             "calculate_per_token_loss, sample_denoms and constant_divisor are mutually exclusive; give at most one"
         )
-    local_masks = get_local_response_loss_masks(total_lengths, response_lengths, loss_masks, qkv_format, max_seq_lens)
+    _check_rows(total_lengths, response_lengths, loss_masks)
+    shares = _local_shares(total_lengths, response_lengths, qkv_format, max_seq_lens)
+    mask, lengths = concat(loss_masks), row_lengths(loss_masks)
     if calculate_per_token_loss:
-        return make_reducer(local_masks, denominators=1)
-    if constant_divisor is not None:
-        return make_reducer(local_masks, denominators=constant_divisor)
-    if sample_denoms is None:
-        sample_denoms = mask_sums(loss_masks)
-    return make_reducer(local_masks, denominators=as_row_tensor(sample_denoms, like=loss_masks))
+        denominators = 1
+    elif constant_divisor is not None:
+        denominators = constant_divisor
+    elif sample_denoms is not None:
+        denominators = as_row_tensor(sample_denoms, like=loss_masks)
+    else:
+        denominators = packed_mask_sums(mask, lengths)
+    if shares is not None:
+        mask, local_lengths = _keep_shares(mask, shares)
+        lengths = torch.tensor(local_lengths, dtype=torch.int64, device=mask.device)
+    return make_packed_reducer(mask, lengths, denominators=denominators)
 
 
 def as_row_tensor(

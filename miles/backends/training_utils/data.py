@@ -13,6 +13,7 @@ from miles.backends.training_utils.cp_utils import slice_log_prob_with_cp, slice
 from miles.backends.training_utils.loss import get_token_counts_by_step
 from miles.backends.training_utils.loss_aggregation import StepCounts
 from miles.backends.training_utils.parallel import get_parallel_state
+from miles.utils.number_lists import flat_tensor
 from miles.utils.seqlen_balancing import pack_by_token_budget
 from miles.utils.types import SHARD_COLUMNS, RolloutBatch
 
@@ -49,9 +50,9 @@ def move_to_device(shard: dict[str, Any], device: torch.device | str) -> Rollout
     batch = dict(shard)
     for key, dtype in TOKEN_COLUMNS.items():
         if key in shard:
-            flat = torch.tensor([value for row in shard[key] for value in row], dtype=dtype)
+            flat = flat_tensor(shard[key], dtype).to(device)
             lengths = [len(row) for row in shard[key]]
-            batch[key] = list(flat.to(device).split(lengths)) if lengths else []
+            batch[key] = list(flat.split(lengths)) if lengths else []
     if "rollout_log_probs" in batch:
         batch["rollout_log_probs"] = [
             slice_log_prob_with_cp(log_probs, total_length, response_length)
@@ -129,9 +130,15 @@ class DataIterator:
         self.offset += 1
         return batch
 
-    def peek(self) -> tuple[StepCounts, StepCounts]:
-        """Return the counts of the next micro-batch's step, and those of its loss's main term."""
-        return self.step_counts[self.offset], self.step_facts[self.offset]["term_counts"]
+    def peek_tokens(self) -> dict[str, int | float]:
+        """Return the next micro-batch's step: active tokens, those left in the main term, and what it counts."""
+        counts, facts = self.step_counts[self.offset], self.step_facts[self.offset]
+        kept = facts.get("num_kept_tokens", counts.num_tokens)
+        return {
+            "num_tokens": counts.num_tokens,
+            "num_kept_tokens": kept,
+            "num_counted_tokens": facts["term_counts"].num_tokens,
+        }
 
     def skip(self, num_microbatches: int) -> None:
         """Leave the next micro-batches out."""

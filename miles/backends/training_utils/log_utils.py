@@ -53,14 +53,14 @@ def aggregate_train_losses(losses_reduced: Sequence[dict[str, Any]]) -> dict[str
     keys = list(losses_reduced[0]["keys"])
     pairs = [_sums_and_normalizers(log_dict, keys, "normalizers" in losses_reduced[0]) for log_dict in losses_reduced]
     state = get_parallel_state()
-    sums = state.intra_dp_cp.all_reduce(torch.stack([values for values, _ in pairs]).sum(0))
-    normalizers = state.intra_dp_cp.all_reduce(torch.stack([counts for _, counts in pairs]).sum(0)).tolist()
+    # One vector for both: float64 holds counts up to 2^53 exactly.
+    local = torch.stack([torch.stack([values, counts.to(values)]) for values, counts in pairs]).sum(0)
+    sums, normalizers = state.intra_dp_cp.all_reduce(local).tolist()
     for key, normalizer in zip(keys, normalizers, strict=True):
         if not normalizer > 0:
             raise ValueError(f"the normalizer of metric {key!r} must be positive over the step, got {normalizer}")
     return {
-        key: value * state.cp.size / normalizer
-        for key, value, normalizer in zip(keys, sums.tolist(), normalizers, strict=True)
+        key: value * state.cp.size / normalizer for key, value, normalizer in zip(keys, sums, normalizers, strict=True)
     }
 
 

@@ -24,6 +24,7 @@ This file needs torch and the standard library only, and knows nothing of ranks:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ import torch
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
 """Maps per-token values `[T]` to a scalar: this micro-batch's and this rank's share of a sum over the step."""
+
+DEVICES_WITHOUT_WAIT = ("cpu",)
+"""Devices whose results the program has at once, so that looking at one costs nothing."""
 
 
 class LossAggregation(str, Enum):
@@ -124,6 +128,12 @@ def concat(rows: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat(rows) if rows else torch.empty(0)
 
 
+def row_lengths(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return T_i, the number of elements of each of B rows, as `[B]` int64 on the rows' device."""
+    device = rows[0].device if rows else None
+    return torch.tensor([row.numel() for row in rows], dtype=torch.int64, device=device)
+
+
 def mask_sums(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return m_i, the number of active tokens of each row.
 
@@ -133,8 +143,21 @@ def mask_sums(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
     Returns:
         `[B]` int64, exact at any length, on the masks' device.
     """
-    running = torch.nn.functional.pad(concat(loss_masks).to(torch.int64).cumsum(0), (1, 0))
-    lengths = torch.tensor([mask.numel() for mask in loss_masks], dtype=torch.int64, device=running.device)
+    return packed_mask_sums(concat(loss_masks), row_lengths(loss_masks))
+
+
+def packed_mask_sums(mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return `mask_sums` of rows that lie one after another.
+
+    Args:
+        mask: `[T]`, any dtype, values 0 and 1.
+        lengths: `[B]` int64, T_i.
+
+    Returns:
+        `[B]` int64.
+    """
+    running = torch.zeros(mask.numel() + 1, dtype=torch.int64, device=mask.device)
+    torch.cumsum(mask, 0, dtype=torch.int64, out=running[1:])
     ends = lengths.cumsum(0)
     return running[ends] - running[ends - lengths]
 
@@ -168,44 +191,105 @@ def one_for_zero(totals: torch.Tensor) -> torch.Tensor:
 def make_reducer(loss_masks: Sequence[torch.Tensor], *, denominators: torch.Tensor | float) -> Reducer:
     """Build the local sum of the law: x -> sum_i (1 / d_i) sum_t m_it x_it.
 
-    A value at a masked position, NaN and infinity included, reaches neither the sum nor the gradient. Sums run in
-    float64, so the result is the exact one rounded once to float32 (or to the values' own dtype if that is wider).
+    A value at a masked position, NaN and infinity included, reaches neither the sum nor the gradient. Products and
+    their pairwise sum are float32, or the values' own dtype if that is wider. The number of operations does not depend
+    on B, and none waits for the device. Metrics of one micro-batch are reduced one after another: they share memory.
 
     Args:
         loss_masks: B masks of this rank's tokens, row i `[T_i]`, any dtype, values 0 and 1.
-        denominators: d_i, `[B]` or one number for all rows. Zero stands for a row without active tokens and acts as 1.
+        denominators: d_i > 0, `[B]` or one number for all rows. In `[B]`, zero stands for a row without active tokens
+            and acts as 1.
 
     Returns:
         A reducer of `[T]` values of any float dtype to a scalar. Its results must still be summed over micro-batches
         and ranks, and divided by Z. It raises ValueError where the values do not have T elements.
     """
-    mask = concat(loss_masks)
-    active = mask != 0
-    weights = mask.to(torch.float64) / _per_token(denominators, loss_masks)
+    return make_packed_reducer(concat(loss_masks), row_lengths(loss_masks), denominators=denominators)
+
+
+def make_packed_reducer(mask: torch.Tensor, lengths: torch.Tensor, *, denominators: torch.Tensor | float) -> Reducer:
+    """Build `make_reducer` of rows that lie one after another.
+
+    Args:
+        mask: `[T]`, any dtype, values 0 and 1.
+        lengths: `[B]` int64, T_i.
+        denominators: `[B]` or one number.
+    """
+    if not isinstance(denominators, torch.Tensor):
+        token_sum = _weighted_sum(mask, lengths, None)
+        return lambda values: token_sum(values) / denominators
+    if denominators.shape != lengths.shape:
+        raise ValueError(
+            f"expected one denominator for each of {lengths.numel()} rows, got {tuple(denominators.shape)}"
+        )
+    return _weighted_sum(mask, lengths, one_for_zero(denominators).reciprocal())
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What a reducer needs in one dtype, on one device, `[T]` each.
+
+    Attributes:
+        weights: m_it / d_i.
+        products: Scratch. Fresh memory for each metric would cost more than the arithmetic.
+    """
+
+    weights: torch.Tensor
+    products: torch.Tensor
+
+    @classmethod
+    def of(cls, mask: torch.Tensor, row_weights: torch.Tensor | None, lengths: torch.Tensor) -> _Weights:
+        """Spread `[B]` row weights (None: 1) over the tokens of a mask that has the dtype already."""
+        weights = mask
+        if row_weights is not None:
+            # Without output_size, repeat_interleave would wait for the device to learn it.
+            weights = torch.repeat_interleave(row_weights.to(mask.dtype), lengths, output_size=mask.numel()).mul_(mask)
+        return cls(weights, torch.empty_like(weights))
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return sum_t w_t x_t without what stands at masked positions."""
+        if values.device.type not in DEVICES_WITHOUT_WAIT:
+            return torch.dot(self._kept(values), self.weights)
+        total = self._product_sum(values)
+        # 0 * NaN is NaN; values are nearly always finite, so that is looked for in the sum alone.
+        return total if math.isfinite(total) else self._product_sum(self._kept(values))
+
+    def _product_sum(self, values: torch.Tensor) -> torch.Tensor:
+        # Pairwise, which a dot product on the CPU is not; its error is that of a sum over each sample.
+        return torch.mul(values, self.weights, out=self.products).sum()
+
+    def _kept(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.weights != 0, values, 0).to(self.weights.dtype)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """`_Weights.sum` with its gradient, d / d x_t = w_t, in one multiplication."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weights: _Weights) -> torch.Tensor:
+        ctx.weights, ctx.dtype = weights.weights, values.dtype
+        return weights.sum(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (grad * ctx.weights).to(ctx.dtype), None
+
+
+def _weighted_sum(mask: torch.Tensor, lengths: torch.Tensor, row_weights: torch.Tensor | None) -> Reducer:
+    """Build x -> sum of `[T]` values times their mask and their row's weight (`[B]` float64, positive; None is 1)."""
+
+    @functools.cache
+    def weights_in(dtype: torch.dtype, device: torch.device) -> _Weights:
+        rows = None if row_weights is None else row_weights.to(device)
+        return _Weights.of(mask.to(device, dtype), rows, lengths.to(device))
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
-        if values.shape != active.shape:
+        if values.shape != mask.shape:
             raise ValueError(
-                f"a reducer over {active.numel()} response tokens of {len(loss_masks)} rows needs values of shape "
-                f"{tuple(active.shape)}, got {tuple(values.shape)}"
+                f"a reducer over {mask.numel()} response tokens of {lengths.numel()} rows needs values of shape "
+                f"{tuple(mask.shape)}, got {tuple(values.shape)}"
             )
-        kept = torch.where(active.to(values.device), values, values.new_zeros(()))
-        total = torch.dot(kept.to(torch.float64), weights.to(values.device))
-        return total.to(torch.promote_types(values.dtype, torch.float32))
+        weights = weights_in(torch.promote_types(values.dtype, torch.float32), values.device)
+        return _WeightedSum.apply(values, weights) if values.requires_grad else weights.sum(values)
 
     return reduce
-
-
-def _per_token(denominators: torch.Tensor | float, loss_masks: Sequence[torch.Tensor]) -> torch.Tensor | float:
-    """Spread `[B]` denominators over the tokens of their rows, with 1 in place of 0."""
-    if not isinstance(denominators, torch.Tensor):
-        return denominators
-    if denominators.shape != (len(loss_masks),):
-        raise ValueError(
-            f"expected one denominator for each of {len(loss_masks)} rows, got {tuple(denominators.shape)}"
-        )
-    lengths = [mask.numel() for mask in loss_masks]
-    safe = one_for_zero(denominators)
-    repeats = torch.tensor(lengths, dtype=torch.int64, device=safe.device)
-    # Without output_size, repeat_interleave would wait for the device to learn it.
-    return torch.repeat_interleave(safe, repeats, output_size=sum(lengths))

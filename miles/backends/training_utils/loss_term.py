@@ -31,7 +31,7 @@ from miles.backends.training_utils.loss_hub.math_utils import row_sums
 from miles.backends.training_utils.loss_hub.responses import slice_rows
 from miles.utils.types import RolloutBatch
 
-TERM_COLUMNS = ("row_totals", "rollout_totals", "rollout_kept_sums", "prompt_totals")
+TERM_COLUMNS = ("row_totals", "rollout_totals", "rollout_token_totals", "prompt_totals")
 """Columns, one number for each row, that `prepare_loss_terms` adds."""
 
 
@@ -44,7 +44,7 @@ class LossTerm:
         weights: w, B whole-response rows of float32, or None for ones.
         row_totals: `[B]` sum of c over each row; int64, float64 where weights count.
         rollout_totals: `[B]` sum of c over each row's rollout: d_i of `sample_mean`.
-        rollout_kept_sums: `[B]` int64, the same without weights: d_i of the sample means that are not weighted.
+        rollout_token_totals: `[B]` int64, the same without weights: d_i of sample means that are not weighted.
         prompt_totals: `[B]` sum of c over each row's prompt group, None where groups are not known.
         counts: N and P of the step, with the sum of c as `num_tokens`; None for a batch that does not know its step.
     """
@@ -53,7 +53,7 @@ class LossTerm:
     weights: Sequence[torch.Tensor] | None
     row_totals: torch.Tensor
     rollout_totals: torch.Tensor
-    rollout_kept_sums: torch.Tensor
+    rollout_token_totals: torch.Tensor
     prompt_totals: torch.Tensor | None
     counts: StepCounts | None
 

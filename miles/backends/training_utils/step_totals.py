@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from miles.backends.training_utils.data import DataIterator
-from miles.backends.training_utils.loss_aggregation import LossAggregation, StepCounts, mask_sums
+from miles.backends.training_utils.loss_aggregation import LossAggregation, StepCounts, concat, mask_sums
 from miles.backends.training_utils.loss_hub.corrections import may_reject, run_correction
 from miles.backends.training_utils.loss_hub.reducer_context import wants_context
 from miles.backends.training_utils.loss_hub.responses import Responses
-from miles.backends.training_utils.loss_hub.step_masks import gather_masks, refuse_other_masks
+from miles.backends.training_utils.loss_hub.step_masks import gather_masks, refuse_other_losses, refuse_other_masks
 from miles.backends.training_utils.loss_term import counted_masks, counted_sums
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.distributed_utils import on_every_rank
@@ -49,14 +49,12 @@ def prepare_loss_terms(
         return
     masks = rollout_data["loss_masks"]
     if may_reject(args):
-        masks = _kept_masks(args, rollout_data, iterators[0])
-        if masks is not None:
-            rollout_data["kept_masks"] = masks
-        masks = rollout_data.get("kept_masks", rollout_data["loss_masks"])
+        masks = rollout_data["kept_masks"] = _kept_masks(args, rollout_data, iterators[0])
     counts = _counts_by_step(iterators[0], num_microbatches)
     counted = counted_masks(args, rollout_data["loss_masks"], masks)
     rollout_data["row_totals"] = counted_sums(args, counted, weights)
-    facts = _add_totals(args, rollout_data, mask_sums(counted), counts)
+    kept = masks if weights is None else [mask * (weight > 0) for mask, weight in zip(masks, weights, strict=True)]
+    facts = _add_totals(rollout_data, mask_sums(counted), mask_sums(kept), counts)
     for iterator in iterators:
         iterator.step_facts = [fact for fact, total in zip(facts, num_microbatches, strict=True) for _ in range(total)]
 
@@ -74,44 +72,61 @@ def _counts_by_step(iterator: DataIterator, num_microbatches: Sequence[int]) -> 
     return [iterator.step_counts[start] for start in _starts(num_microbatches)]
 
 
-def _kept_masks(args: Namespace, rollout_data: RolloutBatch, iterator: DataIterator) -> list[torch.Tensor] | None:
-    """Return what the correction leaves of all of the rank's rows; None on a stage that has no log-probs."""
+def _kept_masks(args: Namespace, rollout_data: RolloutBatch, iterator: DataIterator) -> list[torch.Tensor]:
+    """Return what the correction leaves of all of the rank's rows; a stage without log-probs keeps the masks."""
     if not get_parallel_state().is_pp_last_stage:
-        return on_every_rank(lambda: None)
+        return on_every_rank(lambda: rollout_data["loss_masks"])
+    # A custom correction may fail on one rank alone; a built-in one sums over context-parallel ranks, that fail alike.
     local = on_every_rank(lambda: _local_kept_masks(args, rollout_data, iterator))
     everything = Responses.of(args, rollout_data)
     return gather_masks(args, everything, local)
 
 
 def _local_kept_masks(args: Namespace, rollout_data: RolloutBatch, iterator: DataIterator) -> list[torch.Tensor]:
-    """Run the correction on each step's rows, and a custom one on each micro-batch's to compare."""
+    """Run the correction on each step's rows, and a custom one on parts of them to compare."""
+    path = getattr(args, "custom_tis_function_path", None)
     local: list[torch.Tensor] = []
     for num_rows in rollout_data["step_row_counts"]:
         rows = range(len(local), len(local) + num_rows)
-        if num_rows:
-            local += _run_on(args, rollout_data, rows, fill=0.0)[1]
-    path = getattr(args, "custom_tis_function_path", None)
+        if not num_rows:
+            continue
+        _, whole_loss, masks = _run_on(args, rollout_data, rows, fill=1.0)
+        local += masks
+        losses = dict(zip(rows, whole_loss.split([mask.numel() for mask in masks]), strict=True))
+        # Halves differ from the step even where each rank has one micro-batch of it.
+        for part in (rows[::2], rows[1::2]) if path is not None and num_rows > 1 else ():
+            responses, loss, masks = _run_on(args, rollout_data, part, fill=1.0)
+            refuse_other_masks(path, responses, masks, [local[row] for row in part])
+            refuse_other_losses(path, responses, loss, concat([losses[row] for row in part]))
     for rows in iterator.micro_batch_indices if path is not None else ():
         if rows:
-            responses, masks = _run_on(args, rollout_data, rows, fill=1.0)
+            responses, _, masks = _run_on(args, rollout_data, rows, fill=0.0)
             refuse_other_masks(path, responses, masks, [local[row] for row in rows])
     return local
 
 
 def _run_on(
     args: Namespace, rollout_data: RolloutBatch, rows: Sequence[int], *, fill: float
-) -> tuple[Responses, Sequence[torch.Tensor]]:
+) -> tuple[Responses, torch.Tensor, Sequence[torch.Tensor]]:
     """Run the correction on some rows, with a constant as the loss that is not known yet."""
     batch = DataIterator(rollout_data, [list(rows)], [StepCounts(0, 0, 0)]).get_next()
     responses = Responses.of(args, batch)
     pg_loss = torch.full(responses.active.shape, fill, device=responses.active.device)
-    return responses, run_correction(args, responses, pg_loss)[1]
+    loss, masks, _ = run_correction(args, responses, pg_loss)
+    return responses, loss, masks
 
 
 def _add_totals(
-    args: Namespace, rollout_data: RolloutBatch, kept_sums: torch.Tensor, counts: Sequence[StepCounts]
+    rollout_data: RolloutBatch, token_sums: torch.Tensor, kept_sums: torch.Tensor, counts: Sequence[StepCounts]
 ) -> list[dict[str, Any]]:
-    """Add the columns of totals over all ranks; return each step's facts."""
+    """Add the columns of totals over all ranks; return each step's facts.
+
+    Args:
+        rollout_data: The rank's rows with "row_totals".
+        token_sums: `[B]` counted tokens of each row, without weights.
+        kept_sums: `[B]` tokens of each row that are summed.
+        counts: N, P and M of each step.
+    """
     row_totals = rollout_data["row_totals"]
     num_rollouts = sum(count.num_samples for count in counts)
     by_rollout = rollout_data["rollout_ordinals"].to(row_totals.device)
@@ -121,8 +136,9 @@ def _add_totals(
     )
     parts = [
         _scatter(row_totals, step_of_row, len(counts)),
+        _scatter(kept_sums.to(row_totals), step_of_row, len(counts)),
         _scatter(row_totals, by_rollout, num_rollouts),
-        _scatter(kept_sums.to(row_totals.dtype), by_rollout, num_rollouts),
+        _scatter(token_sums.to(row_totals), by_rollout, num_rollouts),
         _scatter(_first_rows(rollout_data).to(row_totals) * step_of_row, by_rollout, num_rollouts),
     ]
     if by_prompt is not None:
@@ -130,17 +146,18 @@ def _add_totals(
         parts.append(_scatter(row_totals, by_prompt, sum(count.num_prompts for count in counts)))
     # One vector: int64, or float64, which holds counts up to 2^53 exactly, where weights count.
     total = get_parallel_state().intra_dp.all_reduce(torch.cat(parts)).to(row_totals.device)
-    steps, rollouts, kept, step_of_rollout, *prompts = total.split([len(part) for part in parts])
+    steps, kept_steps, rollouts, tokens, step_of_rollout, *prompts = total.split([len(part) for part in parts])
     rollout_data["rollout_totals"] = rollouts[by_rollout]
-    rollout_data["rollout_kept_sums"] = kept[by_rollout].to(torch.int64)
+    rollout_data["rollout_token_totals"] = tokens[by_rollout].to(torch.int64)
     if prompts:
         rollout_data["prompt_totals"] = prompts[0][by_prompt]
     return [
         {
-            "term_counts": replace(count, num_tokens=tokens),
+            "term_counts": replace(count, num_tokens=counted),
+            "num_kept_tokens": int(kept),
             "sample_totals": rollouts[step_of_rollout == step],
         }
-        for step, (count, tokens) in enumerate(zip(counts, steps.tolist(), strict=True))
+        for step, (count, counted, kept) in enumerate(zip(counts, steps.tolist(), kept_steps.tolist(), strict=True))
     ]
 
 

@@ -15,12 +15,13 @@ from miles.backends.training_utils import checkpoint
 from miles.backends.training_utils.data import DataIterator, get_batch, get_data_iterator, move_to_device
 from miles.backends.training_utils.log_utils import log_rollout_data, log_train_step
 from miles.backends.training_utils.loss import compute_advantages_and_returns
+from miles.backends.training_utils.loss_hub.correction_contract import check_correction_signature
 from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.process_group import World
 from miles.backends.training_utils.step_totals import is_left_empty, prepare_loss_terms
 from miles.utils.distributed_utils import all_gather_objects, on_every_rank
-from miles.utils.errors import UserError
+from miles.utils.errors import RankError, UserError
 from miles.utils.finite_checks import refuse_non_finite_log_probs, refuse_non_finite_step
 from miles.utils.types import RolloutBatch
 
@@ -55,7 +56,7 @@ class TrainActor(abc.ABC):
         self.num_steps_skipped = 0
         self.report: Callable[[str], None] = lambda phase: None
         self._replica: GPT | None = None
-        on_every_rank(lambda: probe_pg_loss_reducer(args))
+        on_every_rank(lambda: _probe_plug_ins(args))
         self._build()
         self._refuse_foreign_save_folder()
         self._load()
@@ -157,7 +158,7 @@ class TrainActor(abc.ABC):
             if is_left_empty(self.args, counts["num_counted_tokens"]):
                 step_metrics = self._skip_step(iterators, total)
             else:
-                loss_dict, grad_norm = self._compute_gradients(iterators, total)
+                loss_dict, grad_norm = self._compute_gradients_or_tell(iterators, total)
                 refuse_non_finite_step(rollout_id, step_id, loss_dict, grad_norm)
                 extra = {"lr-pg_0": self._step(), **counts}
                 self.num_steps_done += 1
@@ -168,11 +169,18 @@ class TrainActor(abc.ABC):
             step_metrics["train/step"] = self.num_steps_done + self.num_steps_skipped - 1
             yield {**step_metrics, **rollout_metrics}
 
+    def _compute_gradients_or_tell(
+        self, iterators: list[DataIterator], num_microbatches: int
+    ) -> tuple[dict[str, float], float]:
+        try:
+            return self._compute_gradients(iterators, num_microbatches)
+        except UserError as error:
+            raise RankError(str(error)) from error
+
     def _count_step(self, iterator: DataIterator) -> dict[str, float]:
-        """Return the coming step's active tokens, and what the loss's main term counts of them, on every rank."""
-        counts, term_counts = iterator.peek()
+        """Return the coming step's active tokens, those in the loss's main term, and what it counts, on every rank."""
         # Only the last pipeline stage knows what a correction left.
-        return self._sync_metrics({"num_tokens": counts.num_tokens, "num_counted_tokens": term_counts.num_tokens})
+        return self._sync_metrics(iterator.peek_tokens())
 
     def _skip_step(self, iterators: list[DataIterator], num_microbatches: int) -> dict[str, float]:
         """Leave a step out of which a mean cannot be taken; weights, optimizer and schedule stay as they are."""
@@ -182,11 +190,12 @@ class TrainActor(abc.ABC):
         return {"train/skipped_steps": self.num_steps_skipped}
 
     def _warn_of_empty_step(self, rollout_id: int, step_id: int, counts: dict[str, float]) -> None:
-        if self.world.rank == 0 and counts["num_counted_tokens"] == 0 < counts["num_tokens"]:
-            skips = is_left_empty(self.args, 0)
+        if self.world.rank == 0 and counts["num_kept_tokens"] == 0 < counts["num_tokens"]:
+            skips = is_left_empty(self.args, counts["num_counted_tokens"])
             logger.warning(
-                "rollout %d, step %d: an off-policy correction or loss weights left no token, so %s; look at the "
-                "mismatch metrics and the weights, or widen --tis-clip-low and --tis-clip",
+                "rollout %d, step %d: an off-policy correction or loss weights left no token, so %s; compare the "
+                "rollout's log-probs with the trainer's (--get-mismatch-metrics), look at the weights, or widen "
+                "--tis-clip-low and --tis-clip",
                 rollout_id,
                 step_id,
                 "there is no token mean and the step is skipped" if skips else "the loss's main term is zero",
@@ -255,6 +264,11 @@ class TrainActor(abc.ABC):
             raise UserError(f"no checkpoint in {self.args.ref_load} (--ref-load); expected a folder that --save wrote")
         checkpoint.read_meta(folder, architecture=self.describe_architecture(), flag="--ref-load")
         return folder
+
+
+def _probe_plug_ins(args: Namespace) -> None:
+    probe_pg_loss_reducer(args)
+    check_correction_signature(args)
 
 
 def build_seeded_gpt(args: Namespace, vocab_size: int, device: torch.device) -> GPT:

@@ -32,6 +32,12 @@ OTHER_COLUMNS = (
 )
 """The optional columns that are left."""
 
+TRAINING_COLUMNS = (
+    *("kept_masks", "row_totals", "rollout_totals", "rollout_token_totals", "prompt_totals"),
+    *("step_counts", "term_counts", "num_kept_tokens", "sample_totals", "step_row_counts"),
+)
+"""Names that training gives to columns and facts of its own."""
+
 CUSTOM_CONVERSION = "--custom-convert-samples-to-train-data-path"
 
 
@@ -97,9 +103,9 @@ def check_columns(data: Any) -> None:
     """Check every column of a rollout's train data.
 
     Raises:
-        UserError: the data is no dict or has no rows; a column is missing, or no list with an entry for each row; a
-            row's tokens, mask, weights or log-probs, or its reward, cannot be trained on; a rollout that spans
-            several prompt groups, or counts of rollouts without their ids.
+        UserError: the data is no dict, has no rows, or a column of a name that training uses; a column is missing, or
+            no list with an entry for each row; a row's tokens, mask, weights or log-probs, or its reward, cannot be
+            trained on; a rollout that spans several prompt groups, or counts of rollouts without their ids.
     """
     if not isinstance(data, dict):
         raise UserError(
@@ -115,6 +121,12 @@ def check_columns(data: Any) -> None:
         raise UserError(
             f"train data needs 'tokens', a list of at least one row of token ids, got {got}; "
             f"mend what the function of {CUSTOM_CONVERSION} returns"
+        )
+    taken = [key for key in TRAINING_COLUMNS if key in data]
+    if taken:
+        raise UserError(
+            f"train data has columns {', '.join(taken)}, names that training uses itself; rename them in the function "
+            f"of {CUSTOM_CONVERSION}"
         )
     num_rows = len(data["tokens"])
     for key in (*NEEDED_COLUMNS, *(key for key in COUNT_COLUMNS + ID_COLUMNS + OTHER_COLUMNS if key in data)):

@@ -72,7 +72,7 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
     if mode is LossAggregation.PROMPT_MEAN and not is_ragged:
         _check_complete_steps(groups, steps, dp_size)
         units = groups
-    elif groups is not None and wants_context(args) and _straddling(groups, steps) is not None:
+    elif groups is not None and not is_ragged and wants_context(args) and _straddling(groups, steps) is not None:
         columns = {key: column for key, column in columns.items() if key not in PROMPT_COLUMNS}
     if mode is LossAggregation.TOKEN_MEAN and "loss_masks" in columns:
         _check_counted_tokens(args, columns, steps)

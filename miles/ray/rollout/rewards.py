@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from miles.ray.rollout.row_checks import finite_number
-from miles.ray.rollout.row_ids import name_of, ordinals, rollout_ids_of
+from miles.ray.rollout.row_ids import name_of, ordinals, rollout_ids_of, rows_by_id
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
@@ -24,12 +24,15 @@ def post_process_rewards(
     """Return raw rewards and the rewards that advantages are made of.
 
     Raises:
-        UserError: a reward, raw or processed, is no finite number or larger than float32 holds (which also keeps the
-            group normalization, in float64, from overflowing); the message names the sample.
+        UserError: rows of one rollout differ in their reward; or a reward, raw or processed, is no finite number or
+            larger than float32 holds (which also keeps the group normalization, in float64, from overflowing). The
+            message names the sample.
     """
     if custom_reward_post_process_func is not None:
         return _checked_pair(custom_reward_post_process_func(args, samples), samples)
     raw_rewards = [_checked_reward(args, sample, position) for position, sample in enumerate(samples)]
+    for rollout, rows in rows_by_id(rollout_ids_of(samples)).items():
+        _check_shared_reward(rollout, raw_rewards, rows)
     if not args.rewards_normalization or getattr(args, "loss_type", "policy_loss") == "sft_loss":
         return raw_rewards, raw_rewards
     return raw_rewards, _normalize_by_group(args, samples, raw_rewards)
@@ -82,7 +85,7 @@ def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards:
     use_std = args.advantage_estimator in ("grpo", "gspo") and args.grpo_std_normalization
     normalized = [0.0] * len(samples)
     for members in groups.values():
-        rewards = torch.tensor([_shared_reward(raw_rewards, rows) for rows in members.values()], dtype=torch.float64)
+        rewards = torch.tensor([raw_rewards[rows[0]] for rows in members.values()], dtype=torch.float64)
         centred = rewards - rewards.mean()
         if use_std and len(rewards) > 1:
             centred = centred / (rewards.std() + 1e-6)
@@ -93,8 +96,10 @@ def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards:
     return normalized
 
 
-def _shared_reward(raw_rewards: Sequence[float], rows: Sequence[int]) -> float:
+def _check_shared_reward(rollout: Hashable, raw_rewards: Sequence[float], rows: Sequence[int]) -> None:
     rewards = {raw_rewards[row] for row in rows}
     if len(rewards) > 1:
-        raise UserError(f"rows {list(rows)} belong to one rollout and must share one reward, got {sorted(rewards)}")
-    return rewards.pop()
+        raise UserError(
+            f"samples {rows} are rows of one rollout, rollout_id {rollout}, and must share one reward; got "
+            f"{sorted(rewards)}"
+        )

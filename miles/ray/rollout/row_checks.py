@@ -1,6 +1,7 @@
 """What training needs of a row, wherever it comes from.
 
-Values are looked at as numpy arrays, one array for each row, so that long rows cost little.
+Values are looked at as numpy arrays, one array for each row, so that long rows cost little. A list that is right as it
+is comes back as it is, and not as a copy.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import numpy as np
 import torch
 
 from miles.utils.errors import UserError
+from miles.utils.number_lists import plain_numbers
 
 LARGEST = torch.finfo(torch.float32).max
 """The largest number that training can hold, about 3.4e38."""
+
+WEIGHT_RANGE = (1e-20, 1e20)
+"""Loss weights other than 0; beyond, products with losses and their sums would leave float32."""
 
 
 def check_id(name: str, field: str, value: Any) -> None:
@@ -45,7 +50,8 @@ def check_tokens(name: str, tokens: Any, response_length: Any) -> None:
             f"{name} has response_length {short(response_length)} ({type(response_length).__name__}); it must be an "
             "integer, the number of response tokens"
         )
-    checked_values(name, "tokens", tokens, "iu", "integers")
+    if plain_numbers(tokens, int) is None:
+        checked_values(name, "tokens", tokens, "iu", "integers")
     if not 0 <= response_length <= len(tokens):
         raise UserError(
             f"{name} has {len(tokens)} tokens for a response_length of {response_length}; "
@@ -54,7 +60,7 @@ def check_tokens(name: str, tokens: Any, response_length: Any) -> None:
 
 
 def checked_loss_mask(name: str, mask: Any, response_length: int) -> list[int]:
-    """Return a row's mask as 0/1 integers.
+    """Return a row's mask as 0/1 integers; a list of these is returned itself.
 
     Args:
         name: What messages call the row.
@@ -64,7 +70,8 @@ def checked_loss_mask(name: str, mask: Any, response_length: int) -> list[int]:
     Raises:
         UserError: naming the row.
     """
-    values = checked_values(name, "loss_mask", mask, "iubf", "0 (masked) and 1 (active)")
+    plain = plain_numbers(mask, int)
+    values = checked_values(name, "loss_mask", mask, "iubf", "0 (masked) and 1 (active)") if plain is None else plain
     if len(values) != response_length:
         raise UserError(
             f"{name} has a loss_mask of length {len(values)} for a response_length of {response_length}; "
@@ -76,11 +83,13 @@ def checked_loss_mask(name: str, mask: Any, response_length: int) -> list[int]:
         raise UserError(
             f"{name} has loss_mask[{index}] = {values[index].item()!r}; a mask holds 0 (masked) and 1 (active)"
         )
-    return values.astype(np.int64).tolist()
+    return values.astype(np.int64).tolist() if plain is None else mask
 
 
 def checked_log_probs(name: str, log_probs: Any, mask: Sequence[int]) -> list[float]:
     """Return a row's rollout log-probs, one for each response token, finite wherever the mask is set.
+
+    A list of floats is returned itself.
 
     Args:
         name: What messages call the row.
@@ -93,44 +102,53 @@ def checked_log_probs(name: str, log_probs: Any, mask: Sequence[int]) -> list[fl
     advice = "give one for each response token on every sample of the rollout, or on none"
     if log_probs is None:
         raise UserError(f"{name} has no rollout_log_probs, unlike another sample; {advice}")
-    values = checked_values(name, "rollout_log_probs", log_probs, "iuf", "numbers").astype(np.float64)
+    plain = plain_numbers(log_probs, float)
+    values = plain
+    if plain is None:
+        values = checked_values(name, "rollout_log_probs", log_probs, "iuf", "numbers").astype(np.float64)
     if len(values) != len(mask):
         raise UserError(f"{name} has {len(values)} rollout_log_probs for a response_length of {len(mask)}; {advice}")
-    wrong = ~(np.abs(values) <= LARGEST) & np.asarray(mask, dtype=bool)
+    wrong = ~(np.abs(values) <= LARGEST)
+    if wrong.any():
+        wrong &= np.asarray(mask, dtype=bool)
     if wrong.any():
         index = int(wrong.argmax())
         raise UserError(
             f"{name} has rollout_log_probs[{index}] = {values[index].item()} at an active token; "
             "log-probs must be finite (in float32) wherever the mask is 1"
         )
-    return values.tolist()
+    return values.tolist() if plain is None else log_probs
 
 
 def checked_loss_weights(name: str, weights: Any, response_length: int) -> list[float]:
-    """Return a row's loss weights, one for each response token, masked or not.
+    """Return a row's loss weights, one for each response token, masked or not; a list of floats is returned itself.
 
     Args:
         name: What messages call the row.
-        weights: Finite numbers that are not negative.
+        weights: Each 0 or in `WEIGHT_RANGE`.
         response_length: How many there must be.
 
     Raises:
         UserError: naming the row.
     """
-    values = checked_values(name, "loss_weights", weights, "iuf", "numbers").astype(np.float64)
+    plain = plain_numbers(weights, float)
+    values = plain
+    if plain is None:
+        values = checked_values(name, "loss_weights", weights, "iuf", "numbers").astype(np.float64)
     if len(values) != response_length:
         raise UserError(
             f"{name} has {len(values)} loss_weights for a response_length of {response_length}; "
             "give one for each response token, masked ones included, or None for weights of 1"
         )
-    wrong = ~((values >= 0) & (values <= LARGEST))
+    low, high = WEIGHT_RANGE
+    wrong = ~((values == 0) | ((values >= low) & (values <= high)))
     if wrong.any():
         index = int(wrong.argmax())
         raise UserError(
-            f"{name} has loss_weights[{index}] = {values[index].item()}; a weight must be a finite number from 0 to "
-            f"{LARGEST:.1e}, at masked tokens too"
+            f"{name} has loss_weights[{index}] = {values[index].item()}; a weight must be 0, or a number from {low:g} "
+            f"to {high:g}, at masked tokens too"
         )
-    return values.tolist()
+    return values.tolist() if plain is None else weights
 
 
 def finite_number(value: Any, what: str, *, hint: str = "") -> float:

@@ -66,8 +66,8 @@ def add_loss_aggregation_arguments(parser: argparse.ArgumentParser) -> None:
         **law_choice("prompt_groups"),
         help="what a rollout holds, for every mode. complete: whole steps of --global-batch-size samples and, under "
         "prompt_mean, groups of exactly --n-samples-per-prompt samples that stay on one data-parallel rank. ragged: "
-        "any number of samples in groups of any size, as after filtering; a rollout is cut between groups (under "
-        "prompt_mean; else between samples) into steps of about --global-batch-size samples, each averaged over what "
+        "any number of samples in groups of any size, as after filtering; a rollout is cut between groups (between "
+        "samples that have no group_index) into steps of about --global-batch-size samples, each averaged over what "
         "it holds, and groups may spread over ranks",
     )
     reset_arg(

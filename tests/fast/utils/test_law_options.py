@@ -124,13 +124,22 @@ def test_bounds(tis_type):
 # ---- batch sizes ----------------------------------------------------------------------------------------------------
 
 
-def test_ragged_groups_leave_the_command_line_s_own_arithmetic(parse):
+def test_ragged_groups_make_the_batch_size_approximate():
     sizes = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "6", "--prompt-groups", "ragged"]
     assert parse_args([*sizes, "--global-batch-size", "8"]).num_steps_per_rollout == 3
-    for mode in ("sample_mean", "prompt_mean"):
-        with pytest.raises(UserError, match="global_batch_size 10 does not divide"):
-            parse_args([*sizes, "--global-batch-size", "10", "--loss-aggregation", mode])
-    assert parse("prompt_groups: ragged\nglobal_batch_size: 3", *sizes[:4], "--loss-aggregation", "prompt_mean")
+    assert parse_args([*sizes, "--global-batch-size", "10"]).num_steps_per_rollout == 2
+    assert parse_args([*sizes, "--global-batch-size", "100"]).num_steps_per_rollout == 1
+    assert parse_args([*sizes, "--num-steps-per-rollout", "5"]).global_batch_size == 5
+    assert parse_args(sizes).global_batch_size == 24
+    with pytest.raises(UserError, match="global_batch_size 10 does not divide"):
+        parse_args([*sizes[:4], "--global-batch-size", "10"])
+
+
+def test_ragged_groups_of_nominally_one_sample_keep_their_normalization(caplog):
+    sizes = ["--n-samples-per-prompt", "1", "--prompt-groups", "ragged"]
+    assert parse_args(sizes).grpo_std_normalization
+    assert "nothing is learned" not in caplog.text
+    assert not parse_args(sizes[:2]).grpo_std_normalization
 
 
 def test_help_says_what_the_bounds_mean_and_where_they_come_from():

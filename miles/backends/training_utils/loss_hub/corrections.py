@@ -19,13 +19,11 @@ import torch
 
 from miles.backends.training_utils.cp_utils import all_reduce_with_cp
 from miles.backends.training_utils.loss_aggregation import concat, mask_sums, one_for_zero
+from miles.backends.training_utils.loss_hub.correction_contract import Correction, check_correction, local_rows
 from miles.backends.training_utils.loss_hub.math_utils import row_sums, safe_exp, spread_over_tokens
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.parallel import get_parallel_state
-from miles.utils.errors import UserError
 from miles.utils.misc import load_function
-
-Correction = tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]
 
 
 def corrects_off_policy(args: Namespace) -> bool:
@@ -60,11 +58,15 @@ def run_correction(args: Namespace, responses: Responses, pg_loss: torch.Tensor)
     """
     path = getattr(args, "custom_tis_function_path", None)
     batch = responses.batch
-    needed = "truncated importance sampling (--use-tis, --get-mismatch-metrics)"
+    needed = "an off-policy correction (--use-tis, --get-mismatch-metrics)"
     has_rollout = batch.get("rollout_log_probs") is not None
 
     def rows(key: str) -> list[torch.Tensor]:
         return responses.per_row(responses.column(key, needed_for=needed))
+
+    def own(masks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return masks that the function may write into."""
+        return masks if path is None else [mask.clone() for mask in masks]
 
     result = _call(
         _function(args),
@@ -72,12 +74,12 @@ def run_correction(args: Namespace, responses: Responses, pg_loss: torch.Tensor)
         pg_loss=pg_loss,
         train_log_probs=rows("log_probs"),
         rollout_log_probs=rows("rollout_log_probs") if has_rollout or path is None else None,
-        loss_masks=batch["loss_masks"],
+        loss_masks=own(batch["loss_masks"]),
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
         parallel_state=get_parallel_state(),
         max_seq_lens=batch.get("max_seq_lens"),
-        local_masks=responses.masks,
+        local_masks=own(responses.masks),
     )
     if path is not None:
         return check_correction(path, result, responses, pg_loss)
@@ -101,13 +103,6 @@ def _call(function: Callable[..., Any], **keywords: Any) -> Any:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function(**keywords)
     return function(**{name: value for name, value in keywords.items() if name in parameters})
-
-
-def local_rows(responses: Responses, masks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return masks as B rows `[T_i]` of this rank, from such rows or from whole-response ones."""
-    if [mask.shape for mask in masks] == [mask.shape for mask in responses.masks]:
-        return masks
-    return responses.slice(masks)
 
 
 def _ratio(train_log_probs: Sequence[torch.Tensor], rollout_log_probs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -228,40 +223,3 @@ def _is_inside(args: Namespace, ratio: torch.Tensor) -> torch.Tensor:
 def _keep(local_masks: Sequence[torch.Tensor], inside: torch.Tensor) -> list[torch.Tensor]:
     lengths = [mask.numel() for mask in local_masks]
     return [mask * part.to(mask.dtype) for mask, part in zip(local_masks, inside.split(lengths), strict=True)]
-
-
-def check_correction(path: str, result: Any, responses: Responses, pg_loss: torch.Tensor) -> Correction:
-    """Return what a custom correction returned, its masks as rows of this rank, after holding it to its contract.
-
-    Args:
-        path: The function's path, for messages.
-        result: What it returned.
-        responses: The micro-batch that it was called for.
-        pg_loss: The per-token loss that it was given, `[T]`.
-
-    Raises:
-        UserError: it is not `(pg_loss, loss_masks, metrics)` of the right shapes, a mask holds other than 0 and 1, or
-            puts a masked token in.
-    """
-    wanted = f"{path} must return (pg_loss, loss_masks, metrics)"
-    if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], dict):
-        raise UserError(f"{wanted}; got {type(result).__name__}")
-    corrected, masks, metrics = result
-    for name, value in {"pg_loss": corrected, **metrics}.items():
-        if not isinstance(value, torch.Tensor) or value.shape != pg_loss.shape:
-            got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise UserError(f"{wanted} with {name} of shape {tuple(pg_loss.shape)}, a value for each token; got {got}")
-    whole = [mask.shape for mask in responses.batch["loss_masks"]]
-    local = [mask.shape for mask in responses.masks]
-    if not isinstance(masks, (list, tuple)) or [getattr(mask, "shape", None) for mask in masks] not in (whole, local):
-        raise UserError(
-            f"{wanted} with one mask for each of {len(whole)} rows, over its whole response or over its tokens on "
-            "this rank"
-        )
-    masks = local_rows(responses, masks)
-    kept = concat(masks)
-    if not ((kept == 0) | (kept == 1)).all():
-        raise UserError(f"{wanted} with masks that hold 0 (rejected) and 1 (kept) only")
-    if (kept.bool() & ~responses.active.to(kept.device)).any():
-        raise UserError(f"{wanted} with masks that keep active tokens only; it kept one that loss_masks leaves out")
-    return corrected, masks, metrics

@@ -157,28 +157,14 @@ def probe_pg_loss_reducer(args: Namespace) -> None:
     """Try a custom reducer on two rows before anything is computed; without one, do nothing.
 
     Raises:
-        UserError: what `load_pg_loss_reducer` refuses, or a reducer that is not linear: without that its results over
-            micro-batches and ranks do not add up to the step's.
+        UserError: what `load_pg_loss_reducer` refuses, or a reducer that is not linear or does not add up over rows:
+            without that its results over micro-batches and ranks do not add up to the step's.
     """
     path = getattr(args, "custom_pg_loss_reducer_function_path", None)
     if path is None:
         return
-    masks = [torch.tensor([1, 1, 0]), torch.tensor([1])]
-    batch: RolloutBatch = {
-        "total_lengths": [5, 3],
-        "response_lengths": [3, 1],
-        "loss_masks": masks,
-        "row_totals": torch.tensor([2, 1]),
-        "rollout_totals": torch.tensor([2, 1]),
-        "rollout_kept_sums": torch.tensor([2, 1]),
-        "prompt_totals": torch.tensor([3, 3]),
-        "sample_totals": torch.tensor([2, 1]),
-        "term_counts": StepCounts(num_samples=2, num_prompts=1, num_tokens=3),
-    }
-    context = ReducerContext.of(args, batch, masks) if wants_context(args) else None
-    reducer = load_pg_loss_reducer(args, batch["total_lengths"], batch["response_lengths"], masks, context=context)
-    num_tokens = 4 if context is None else sum(context.local_lengths)
-    one, other = torch.tensor([0.5, -1.0, 2.0, 0.25])[:num_tokens], torch.tensor([3.0, 0.125, -0.5, -4.0])[:num_tokens]
+    values = torch.tensor([0.5, -1.0, 2.0, 0.25]), torch.tensor([3.0, 0.125, -0.5, -4.0])
+    (one, other), reducer = _probe(args, [0, 1], values)
     together = reducer((2 * one - 3 * other).requires_grad_())
     apart = 2 * reducer(one) - 3 * reducer(other)
     if not torch.allclose(together, apart, rtol=1e-4, atol=1e-4):
@@ -187,3 +173,39 @@ def probe_pg_loss_reducer(args: Namespace) -> None:
             f"add up; got {together.item():g} and {apart.item():g}. Do not divide by what the values hold, or add a "
             "constant"
         )
+    whole = reducer(one)
+    by_row = sum(reduce(row) for (row,), reduce in (_probe(args, [i], values[:1]) for i in (0, 1)))
+    if not torch.allclose(whole, by_row, rtol=1e-4, atol=1e-4):
+        raise UserError(
+            f"the reducer of {path} must add up over rows, so that micro-batches and ranks do not matter; two rows "
+            f"together come to {whole.item():g}, one after the other to {by_row.item():g}. Do not average over the "
+            "rows of the call; a factory that declares the keyword `context` gets what the whole step counts"
+        )
+
+
+PROBE_LENGTHS = (3, 1)
+"""Response tokens of the two rows that reducers are tried on, each after a prompt of two."""
+
+
+def _probe(args: Namespace, rows: Sequence[int], values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Reducer]:
+    """Return the values of some rows of a made-up step, and the custom reducer for them."""
+    masks = [torch.tensor([1, 1, 0]), torch.tensor([1])]
+    totals = torch.tensor([2, 1])
+    batch: RolloutBatch = {
+        "total_lengths": [PROBE_LENGTHS[row] + 2 for row in rows],
+        "response_lengths": [PROBE_LENGTHS[row] for row in rows],
+        "loss_masks": [masks[row] for row in rows],
+        **dict.fromkeys(("row_totals", "rollout_totals", "rollout_token_totals"), totals[list(rows)]),
+        "prompt_totals": torch.tensor([3, 3])[list(rows)],
+        "sample_totals": totals,
+        "term_counts": StepCounts(num_samples=2, num_prompts=1, num_tokens=3),
+    }
+    context, lengths = None, batch["response_lengths"]
+    if wants_context(args):
+        context = ReducerContext.of(args, batch, batch["loss_masks"])
+        lengths = context.local_lengths
+    reducer = load_pg_loss_reducer(
+        args, batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], context=context
+    )
+    of_rows = [torch.cat([column.split(list(PROBE_LENGTHS))[row] for row in rows]) for column in values]
+    return [column[: sum(lengths)] for column in of_rows], reducer

@@ -22,7 +22,7 @@ class PolicyReducers:
     Attributes:
         pg: The policy-gradient term: the mode's, or a custom reducer, over what the correction left, weighted.
         auxiliary: Entropy and KL: `pg` with `aux_loss_aggregation` "match", else `kept`.
-        kept: The sample mean over what the correction left.
+        kept: The sample mean over what the correction left, divided by what `rejected_tokens` counts; unweighted.
         whole: The sample mean over the original masks.
         whole_like_mode: Under `token_mean` the token sum over the original masks, else `whole`.
     """
@@ -51,7 +51,7 @@ def build_policy_reducers(
     whole = given if is_sample_mean else sample_mean(args, batch, batch["loss_masks"], batch.get("rollout_mask_sums"))
     kept = whole
     if masks is not batch["loss_masks"]:
-        kept = sample_mean(args, batch, masks, term.rollout_kept_sums)
+        kept = sample_mean(args, batch, masks, term.rollout_token_totals)
     default = kept if term.weights is None else sample_mean(args, batch, masks, term.rollout_totals)
     pg = get_pg_loss_reducer(
         args,

@@ -34,6 +34,35 @@ def step_masks(args: Namespace, responses: Responses, local_masks: Sequence[torc
     return kept
 
 
+def refuse_other_losses(path: str, responses: Responses, loss: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check that a custom correction changes each token's loss alike whatever rows it is called with.
+
+    Args:
+        path: The function's path, for messages.
+        responses: The rows.
+        loss: `[T]` what it made of a constant loss in this call.
+        expected: `[T]` what it made of it in another call.
+
+    Raises:
+        UserError: naming the first sample that differs.
+    """
+    differs = ~torch.isclose(loss, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+    if not differs.any():
+        return
+    row = next(row for row, part in enumerate(responses.per_row(differs)) if part.any())
+    raise UserError(
+        f"{path} must change a token's loss alike whatever rows it is called with: of sample {_name(responses, row)} "
+        "it makes something else alone than together with others. The loss of a token may be changed by its own row's "
+        "log-probs and mask, not by an average over the call; micro-batches and ranks would change the result"
+    )
+
+
+def _name(responses: Responses, row: int) -> int:
+    """Return how messages name a row: its index in the rollout, or else its place in the micro-batch."""
+    indices = responses.batch.get("sample_indices")
+    return row if indices is None or indices[row] is None else indices[row]
+
+
 def gather_masks(args: Namespace, responses: Responses, local_masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Put rows `[T_i]` of all context-parallel ranks together: B whole-response masks, int64."""
     batch = responses.batch
@@ -61,11 +90,9 @@ def refuse_other_masks(
         for row, (one, other) in enumerate(zip(masks, expected, strict=True))
         if not torch.equal(one != 0, other != 0)
     )
-    indices = responses.batch.get("sample_indices")
-    name = row if indices is None or indices[row] is None else indices[row]
     raise UserError(
-        f"{path} must leave the same masks whatever micro-batch it is called with: of sample {name} it keeps "
-        f"{int((expected[row] != 0).sum())} tokens in the whole step and {int((masks[row] != 0).sum())}, or others, "
-        "in its micro-batch. A mask may depend on the row's own log-probs and mask, not on the other rows, pg_loss or "
-        "chance; the step's totals are taken before its first micro-batch"
+        f"{path} must leave the same masks whatever rows it is called with: of sample {_name(responses, row)} it "
+        f"keeps {int((expected[row] != 0).sum())} tokens in the whole step and {int((masks[row] != 0).sum())}, or "
+        "others, among fewer of them. A mask may depend on the row's own log-probs and mask, not on the other rows, "
+        "pg_loss or chance; the step's totals are taken before its first micro-batch"
     )

@@ -12,8 +12,12 @@ import torch.distributed as dist
 
 from miles.backends.training_utils.parallel import GroupInfo
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits that are copied to float32 at a time unless the caller asks for another chunk: 16 MiB."""
+CHUNK_ELEMENTS = {"cpu": 1 << 20}
+"""Logits that are copied to float32 at a time unless the caller asks for another chunk: 4 MiB, which a CPU's cache
+holds. Devices that are not named here take `ACCELERATOR_CHUNK_ELEMENTS`."""
+
+ACCELERATOR_CHUNK_ELEMENTS = 1 << 24
+"""64 MiB, enough that starting kernels does not count."""
 
 
 def score_tokens(
@@ -39,12 +43,14 @@ def score_tokens(
         tp: Tensor-parallel axis.
         temperature: Divides the logits.
         entropy_requires_grad: False for an entropy that is only logged.
-        chunk_size: Tokens in a chunk; -1 takes as many as make `CHUNK_ELEMENTS`.
+        chunk_size: Tokens in a chunk; -1 takes as many as make `CHUNK_ELEMENTS`, at least one.
 
     Returns:
         `(log_probs, entropy)`, `[T]` float32, nats.
     """
-    chunk_size = chunk_size if chunk_size > 0 else max(CHUNK_ELEMENTS // logits.size(-1), 1)
+    if chunk_size < 1:
+        elements = CHUNK_ELEMENTS.get(logits.device.type, ACCELERATOR_CHUNK_ELEMENTS)
+        chunk_size = max(elements // logits.size(-1), 1)
     log_probs, entropy = _TokenScores.apply(logits, positions, targets, tp, temperature, chunk_size)
     return log_probs, entropy if entropy_requires_grad else entropy.detach()
 
@@ -52,7 +58,7 @@ def score_tokens(
 class _TokenScores(torch.autograd.Function):
     """The scores of all chunks, and their gradient.
 
-    With x = logits / temperature - their peak: log Z = log sum_v exp x_v, log p_v = x_v - log Z and
+    With x = logits / temperature - their peak, Z = sum_v exp x_v and p_v = exp(x_v) / Z: log p_v = x_v - log Z and
     H = log Z - sum_v p_v x_v; d log p_y / d x_v = [v = y] - p_v and d H / d x_v = -p_v (log p_v + H).
     Peak and log Z stay apart, since their sum would round away what log p is made of.
     """
@@ -69,40 +75,81 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         local, is_local = _localize(targets, logits.size(-1), tp)
         parts = []
-        for rows, columns, here in zip(
-            positions.split(chunk_size), local.split(chunk_size), is_local.split(chunk_size), strict=True
-        ):
-            scaled = logits[rows].float() / temperature
-            peak = tp.all_reduce(scaled.amax(-1), op=dist.ReduceOp.MAX)
-            shifted = scaled - peak.unsqueeze(-1)
-            weights = shifted.exp()
-            chosen = shifted.gather(-1, columns.unsqueeze(-1)).squeeze(-1) * here
-            sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), chosen])
-            total, weighted, chosen = tp.all_reduce(sums).unbind()
-            log_z = total.log()
-            parts.append(torch.stack([chosen - log_z, log_z - weighted / total, peak, log_z]))
-        scores = torch.cat(parts, dim=1) if parts else logits.new_zeros(4, 0, dtype=torch.float32)
-        log_probs, entropy, peak, log_z = scores.unbind()
+        buffers = _buffers(logits, positions, chunk_size)
+        for rows, columns in zip(positions.split(chunk_size), local.split(chunk_size), strict=True):
+            raw, shifted, weights = (buffer[: rows.numel()] for buffer in buffers)
+            torch.index_select(logits, 0, rows, out=raw)
+            # Where no entry lies above -inf, -inf - -inf would be NaN.
+            peak = (raw.amax(-1).float() / temperature).clamp_min(torch.finfo(torch.float32).min)
+            _shift(raw, peak, temperature, out=shifted)
+            chosen = shifted.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
+            total = torch.exp(shifted, out=weights).sum(-1)
+            parts.append(torch.stack([peak, total, weights.mul_(shifted).sum(-1), chosen]))
+        sums = torch.cat(parts, dim=1) if parts else logits.new_zeros(4, 0, dtype=torch.float32)
+        peak, total, weighted, chosen = _over_vocabulary(*sums.unbind(), is_local, tp)
+        log_z = total.log()
+        entropy = log_z - weighted / total
         ctx.save_for_backward(logits, positions, local, is_local, entropy, peak, log_z)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
-        return log_probs.clone(), entropy.clone()
+        return chosen - log_z, entropy.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
-        logits, positions, *columns = ctx.saved_tensors
+        logits, positions, local, is_local, entropy, peak, log_z = ctx.saved_tensors
+        # -p_v (g + h (log p_v + H)) / temperature = exp(x_v) (base + slope x_v), g and h being the two gradients
+        scale = -torch.exp(-log_z) / ctx.temperature
+        slope = scale * grad_entropy
+        base = scale * (grad_log_probs + grad_entropy * (entropy - log_z))
+        at_target = grad_log_probs * is_local / ctx.temperature
         grad = torch.zeros_like(logits)
-        columns = [column.split(ctx.chunk_size) for column in (positions, *columns, grad_log_probs, grad_entropy)]
-        for rows, local, is_local, entropy, peak, log_z, g_log_prob, g_entropy in zip(*columns, strict=True):
-            log_p = logits[rows].float() / ctx.temperature - peak.unsqueeze(-1) - log_z.unsqueeze(-1)
-            towards = -(g_log_prob.unsqueeze(-1) + g_entropy.unsqueeze(-1) * (log_p + entropy.unsqueeze(-1)))
-            chunk = log_p.exp() * towards
-            chunk.scatter_add_(-1, local.unsqueeze(-1), (g_log_prob * is_local).unsqueeze(-1))
-            grad[rows] = (chunk / ctx.temperature).to(grad.dtype)
+        buffers = _buffers(logits, positions, ctx.chunk_size)
+        columns = [column.split(ctx.chunk_size) for column in (positions, local, peak, base, slope, at_target)]
+        for rows, *per_row in zip(*columns, strict=True):
+            raw, shifted, chunk = (buffer[: rows.numel()] for buffer in buffers)
+            targets, row_peak, row_base, row_slope, row_target = (column.unsqueeze(-1) for column in per_row)
+            torch.index_select(logits, 0, rows, out=raw)
+            _shift(raw, row_peak.squeeze(-1), ctx.temperature, out=shifted)
+            torch.exp(shifted, out=chunk)
+            chunk.mul_(torch.addcmul(row_base, row_slope, shifted, out=shifted))
+            chunk.scatter_add_(-1, targets, row_target)
+            grad.index_copy_(0, rows, chunk.to(grad.dtype))
         return grad, None, None, None, None, None
 
 
+def _buffers(
+    logits: torch.Tensor, positions: torch.Tensor, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return room for a chunk of logits and twice for its float32 copy, which all chunks share."""
+    shape = (min(chunk_size, positions.numel()), logits.size(-1))
+    return logits.new_empty(shape), *logits.new_empty((2, *shape), dtype=torch.float32).unbind()
+
+
+def _shift(rows: torch.Tensor, peak: torch.Tensor, temperature: float, *, out: torch.Tensor) -> None:
+    """Write rows / temperature - peak in float32."""
+    torch.add(-peak.unsqueeze(-1), rows, alpha=1 / temperature, out=out)
+
+
+def _over_vocabulary(
+    peak: torch.Tensor,
+    total: torch.Tensor,
+    weighted: torch.Tensor,
+    chosen: torch.Tensor,
+    is_local: torch.Tensor,
+    tp: GroupInfo,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the peaks of the whole vocabulary and the sums relative to them, from those of this rank's share.
+
+    With s = peak - whole peak: sum exp(x + s) = exp(s) sum exp x, and sum exp(x + s) (x + s) likewise.
+    """
+    whole_peak = tp.all_reduce(peak.clone(), op=dist.ReduceOp.MAX)
+    step = peak - whole_peak
+    share = step.exp()
+    sums = [share * total, share * (weighted + step * total), torch.where(is_local, chosen + step, 0)]
+    return whole_peak, *tp.all_reduce(torch.stack(sums)).unbind()
+
+
 def _localize(targets: torch.Tensor, vocab_size: int, tp: GroupInfo) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each target's column on this rank (0 where it lies elsewhere) and whether it lies here, as 0 and 1."""
+    """Return each target's column on this rank (0 where it lies elsewhere) and whether it lies here."""
     local = targets - tp.rank * vocab_size
     is_local = (local >= 0) & (local < vocab_size)
-    return torch.where(is_local, local, 0), is_local.to(torch.float32)
+    return torch.where(is_local, local, 0), is_local

@@ -8,7 +8,7 @@ import torch
 from miles.backends.training_utils.loss import _checked_loss
 from miles.backends.training_utils.loss_aggregation import StepCounts
 from miles.backends.training_utils.loss_hub import pg_loss_reducer
-from miles.backends.training_utils.loss_hub.corrections import check_correction
+from miles.backends.training_utils.loss_hub.correction_contract import check_correction, check_correction_signature
 from miles.backends.training_utils.loss_hub.losses import policy_loss_function
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.loss_hub.responses import Responses
@@ -51,6 +51,10 @@ def not_linear(total_lengths, response_lengths, loss_masks, calculate_per_token_
     return lambda values: values.sum() / values.abs().max()
 
 
+def mean_of_the_call(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda values: values.mean()
+
+
 def with_a_constant(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return lambda values: values.sum() + 1
 
@@ -79,6 +83,7 @@ def by_context(total_lengths, response_lengths, loss_masks, calculate_per_token_
         (detached, "must keep the gradient"),
         (not_linear, r"must be linear, f\(2 x - 3 y\) = 2 f\(x\) - 3 f\(y\).*got "),
         (with_a_constant, "must be linear.*or add a constant"),
+        (mean_of_the_call, r"must add up over rows.* come to 0.4375, one after the other to 0.75"),
         (without_context_but_required, r"must take \(.*calculate_per_token_loss\): missing .*counts"),
     ],
 )
@@ -94,7 +99,7 @@ def test_a_factory_that_declares_it_gets_its_context():
     path = f"{__name__}.by_context"
     args = Namespace(custom_pg_loss_reducer_function_path=path, qkv_format="thd", loss_aggregation="sample_mean")
     probe_pg_loss_reducer(args)
-    (context,) = CONTEXTS
+    context = CONTEXTS[0]
     assert context.step_counts == StepCounts(2, 1, 3) and context.normalizer == 2
     assert {mode: None if d is None else d.tolist() for mode, d in context.denominators.items()} == {
         "sample_mean": [2, 1],
@@ -117,12 +122,16 @@ def test_a_right_reducer_and_none_pass_the_probe():
     ("result", "message"),
     [
         ([PG_LOSS, MASKS, {}], "got list"),
-        ((PG_LOSS, MASKS), "got tuple"),
+        ((PG_LOSS, MASKS), "got a tuple of 2"),
+        (
+            (PG_LOSS, MASKS, {"loss": PG_LOSS}),
+            r"that the loss does not use itself; got \['loss'\]",
+        ),
         ((PG_LOSS[:2], MASKS, {}), r"with pg_loss of shape \(4,\).* got \(2,\)"),
         ((PG_LOSS, MASKS, {"kl": 0.5}), r"with kl of shape \(4,\).* got float"),
         ((PG_LOSS, MASKS[:1], {}), "one mask for each of 2 rows"),
         ((PG_LOSS, None, {}), "one mask for each of 2 rows"),
-        ((PG_LOSS, [MASKS[0][:2], MASKS[1]], {}), "over its whole response"),
+        ((PG_LOSS, [MASKS[0][:2], MASKS[1]], {}), r"of lengths \[3, 1\] or \[3, 1\]; got \[\(2,\), \(1,\)\]"),
         ((PG_LOSS, [2 * MASKS[0], MASKS[1]], {}), "hold 0"),
         ((PG_LOSS, [MASKS[0] * 0 + 1, MASKS[1]], {}), "kept one that loss_masks leaves out"),
     ],
@@ -130,6 +139,36 @@ def test_a_right_reducer_and_none_pass_the_probe():
 def test_corrections(result, message):
     with pytest.raises(UserError, match=message):
         check_correction("my.correction", result, RESPONSES, PG_LOSS)
+
+
+def test_a_correction_keeps_the_gradient():
+    result = (PG_LOSS, MASKS, {})
+    with pytest.raises(UserError, match="pg_loss keeping its gradient; it is detached"):
+        check_correction("my.correction", result, RESPONSES, PG_LOSS.clone().requires_grad_())
+
+
+def takes_something_else(*, pg_loss, advantages):
+    return pg_loss, [], {}
+
+
+def positional(pg_loss, /, loss_masks):
+    return pg_loss, loss_masks, {}
+
+
+def takes_some(*, pg_loss, local_masks, alpha=0.5):
+    return pg_loss, local_masks, {}
+
+
+@pytest.mark.parametrize(("function", "asked"), [(takes_something_else, "advantages"), (positional, "pg_loss")])
+def test_a_correction_that_asks_for_what_there_is_not_is_refused(function, asked):
+    path = f"{__name__}.{function.__name__}"
+    with pytest.raises(UserError, match=f"of which it may take any; it asks for {asked}. Rename them"):
+        check_correction_signature(Namespace(custom_tis_function_path=path))
+
+
+@pytest.mark.parametrize("path", [None, f"{__name__}.takes_some", "builtins.print"])
+def test_other_corrections_may_ask_as_they_like(path):
+    check_correction_signature(Namespace(custom_tis_function_path=path))
 
 
 def test_a_right_correction():

@@ -5,7 +5,7 @@ import torch
 
 from miles.backends.experimental.fsdp_utils.parallel import fsdp_world
 from miles.training_loop import make_shard
-from miles.utils.errors import UserError
+from miles.utils.errors import RankError, UserError
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks, run_ranks_to_errors
 from tests.fast.backends.experimental.fsdp_utils.rollouts import VOCAB_SIZE, make_args, make_samples, mode_options
 from tests.fast.backends.experimental.fsdp_utils.test_actor import _make_actor
@@ -39,6 +39,20 @@ def by_sign_of_late_pg_loss(*, pg_loss, loss_masks, **_):
     return pg_loss, [mask * (part >= 0) for mask, part in zip(loss_masks, parts, strict=True)], {}
 
 
+def by_number_of_rows(*, pg_loss, loss_masks, **_):
+    return pg_loss, [mask * (len(loss_masks) < 4) for mask in loss_masks], {}
+
+
+def by_average_of_the_call(*, pg_loss, train_log_probs, loss_masks, **_):
+    return pg_loss + torch.cat(train_log_probs).mean(), loss_masks, {}
+
+
+def in_place(*, pg_loss, loss_masks, local_masks, **_):
+    for mask in (*loss_masks, *local_masks):
+        mask[1:] = 0
+    return pg_loss, loss_masks, {}
+
+
 def of_wrong_shape(*, pg_loss, loss_masks, **_):
     return pg_loss, [mask[:-1] for mask in loss_masks], {}
 
@@ -66,13 +80,29 @@ def _run(options, samples):
     return run
 
 
+def test_a_correction_that_writes_into_its_masks_leaves_the_originals_alone():
+    samples = make_samples(0)
+    options = [*correction_options(in_place), *mode_options("token_mean"), "--rejected-tokens", "keep"]
+    ((steps, _, _, _),) = run_ranks(_run(options, samples), 1)
+    for step, rows in zip(steps, (samples[:8], samples[8:]), strict=True):
+        assert step["train/num_tokens"] == step["train/num_counted_tokens"] == sum(sum(s.loss_mask) for s in rows)
+        assert step["train/num_kept_tokens"] == sum(sample.loss_mask[0] for sample in rows)
+
+
+def test_an_error_of_one_rank_says_so():
+    (error,) = run_ranks_to_errors(_run(correction_options(by_sign_of_late_pg_loss), make_samples(0)), 1)
+    assert isinstance(error, RankError)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (by_batch_median, r"by_batch_median must leave the same masks whatever micro-batch .* of sample \d+ it keeps"),
+        (by_batch_median, r"by_batch_median must leave the same masks whatever rows .* of sample \d+ it keeps"),
         (by_pg_loss, r"by_pg_loss must leave the same masks .* not on the other rows, pg_loss or chance"),
         (of_wrong_shape, "one mask for each of .* rows, over its whole response or over its tokens on this rank"),
+        (by_number_of_rows, "by_number_of_rows must leave the same masks"),
+        (by_average_of_the_call, "by_average_of_the_call must change a token's loss alike .* of sample 0 it makes"),
     ],
 )
 def test_masks_that_depend_on_the_call_are_refused_before_the_step_on_every_rank(function, message, world_size):
@@ -97,7 +127,7 @@ def test_the_first_sample_that_differs_is_named():
         sample.loss_mask, sample.rollout_log_probs = [1, 1, 1, 1], rollout
     options = ["--rollout-batch-size", "1", "--num-steps-per-rollout", "1", "--micro-batch-size", "1"]
     (error,) = run_ranks_to_errors(_run([*options, *correction_options(by_batch_median)], samples), 1)
-    assert "of sample 40 it keeps 4 tokens in the whole step and 2, or others, in its micro-batch" in str(error)
+    assert "of sample 40 it keeps 4 tokens in the whole step and 2, or others, among fewer of them" in str(error)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

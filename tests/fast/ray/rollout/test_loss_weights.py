@@ -55,7 +55,7 @@ def test_an_empty_response_has_no_weights():
 
 @pytest.mark.parametrize(
     "weights",
-    [[1, 0], (0.5, 2.0), np.array([0.5, 1e30]), torch.tensor([0.5, 0.0], dtype=torch.bfloat16), [0.0, 0.0]],
+    [[1, 0], (0.5, 2.0), np.array([0.5, 1e20]), torch.tensor([0.5, 0.0], dtype=torch.bfloat16), [0.0, 0.0]],
     ids=repr,
 )
 def test_weights_of_any_numbers(weights):
@@ -67,7 +67,7 @@ def test_weights_of_any_numbers(weights):
 def test_a_value_that_is_no_weight_names_sample_and_place(value, position):
     weights = [1.0, 1.0]
     weights[position] = float(value)
-    with pytest.raises(UserError, match=rf"^sample 1 \(index=1, .* loss_weights\[{position}\] = .*from 0 to 3.4e\+38"):
+    with pytest.raises(UserError, match=rf"^sample 1 \(index=1, .* loss_weights\[{position}\] = .*a number from 1e-20 to 1e\+20"):
         convert(weights)
 
 

@@ -1,0 +1,126 @@
+"""What every benchmark shares: the environment's line, interleaved medians, peak memory, a table and a JSON file.
+
+All competitors of a benchmark run in one process, in turns, so that a busy machine slows each of them alike; quote
+ratios of one run, not times of several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def parser(description: str, *, rounds: int) -> argparse.ArgumentParser:
+    """Return the options of every benchmark."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--threads", type=int, default=2, help="threads of torch (default: 2)")
+    options.add_argument("--rounds", type=int, default=rounds, help=f"turns of each competitor (default: {rounds})")
+    options.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="cpu, with one thread: what a busy machine does not distort"
+    )
+    options.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    return options
+
+
+def environment() -> dict[str, Any]:
+    """Return what the figures depend on."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def interleaved(competitors: dict[str, Callable[[], Any]], rounds: int, clock: str = "wall") -> dict[str, list[float]]:
+    """Return the seconds of each turn of each competitor, after one turn that is not counted."""
+    now = CLOCKS[clock]
+    seconds: dict[str, list[float]] = {name: [] for name in competitors}
+    for turn in range(rounds + 1):
+        for name, run in competitors.items():
+            start = now()
+            run()
+            if turn:
+                seconds[name].append(now() - start)
+    return seconds
+
+
+def time_rows(seconds: dict[str, list[float]], *, ours: str, **fields: Any) -> list[dict[str, Any]]:
+    """Return a table row for each competitor: median and least milliseconds, and their ratios to ours."""
+    median = {name: statistics.median(turns) for name, turns in seconds.items()}
+    least = {name: min(turns) for name, turns in seconds.items()}
+    return [
+        {
+            **fields,
+            "competitor": name,
+            "median ms": median[name] * 1e3,
+            "/ ours": median[name] / median[ours],
+            "least ms": least[name] * 1e3,
+            "least / ours": least[name] / least[ours],
+        }
+        for name in seconds
+    ]
+
+
+class PeakStorage(TorchDispatchMode):
+    """Counts the bytes of the storages that operations return while the mode is on, and the most alive at a time.
+
+    It sees what autograd's backward allocates too, and repeats exactly; what an operation allocates inside itself and
+    frees before it returns stays out of sight.
+    """
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known = {StorageWeakRef(tensor.untyped_storage()).cdata for tensor in known}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)
+                if reference.cdata not in self._known:
+                    self._live[reference.cdata] = (reference, storage.nbytes())
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+def report(title: str, tables: dict[str, Sequence[dict[str, Any]]], json_file: str | None) -> None:
+    """Print the environment and the tables, and write both to the JSON file if one is named."""
+    header = {"benchmark": title, **environment()}
+    print("  ".join(f"{key}={value}" for key, value in header.items()))
+    for name, rows in tables.items():
+        print(f"\n{name}")
+        cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for line in cells:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    if json_file:
+        with open(json_file, "w") as file:
+            json.dump({"environment": header, "tables": tables}, file, indent=1)
+
+
+def _cell(value: Any) -> str:
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and abs(value) < 1000
+        else f"{value:.0f}" if isinstance(value, float) else str(value)
+    )
