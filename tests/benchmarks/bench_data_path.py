@@ -10,7 +10,7 @@ import io
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -39,13 +39,13 @@ MAX_TOKENS = 16_384
 
 
 def stages(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the seconds of each stage; the last two are of one rank's shard."""
+    """Return the CPU seconds of each stage, which other processes disturb less; the last two are of one rank's shard."""
     seconds: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any]) -> Any:
-        start = perf_counter()
+        start = process_time()
         result = run()
-        seconds[name] = perf_counter() - start
+        seconds[name] = process_time() - start
         return result
 
     data = timed("conversion", lambda: convert_samples_to_train_data(args, samples, {}, None, None))
@@ -74,7 +74,7 @@ def arguments(samples: Sequence[Sample]) -> Namespace:
 
 
 def stage_rows(sizes: dict[str, Sequence[Sample]], rounds: int) -> list[dict]:
-    """Return the median seconds of each stage for samples of several sizes, which take turns."""
+    """Return the median CPU seconds of each stage for samples of several sizes, which take turns."""
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in sizes}
     for _ in range(rounds):
         for name, samples in sizes.items():
