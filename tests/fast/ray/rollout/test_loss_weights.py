@@ -67,7 +67,8 @@ def test_weights_of_any_numbers(weights):
 def test_a_value_that_is_no_weight_names_sample_and_place(value, position):
     weights = [1.0, 1.0]
     weights[position] = float(value)
-    with pytest.raises(UserError, match=rf"^sample 1 \(index=1, .* loss_weights\[{position}\] = .*a number from 1e-20 to 1e\+20"):
+    wanted = rf"^sample 1 \(index=1, .* loss_weights\[{position}\] = .*a number from 1e-20 to 1e\+20"
+    with pytest.raises(UserError, match=wanted):
         convert(weights)
 
 
