@@ -71,9 +71,8 @@ MUTANTS = [
     Mutant(
         "unmask the numerator",
         f"{LAYER}/loss_aggregation.py",
-        "    weights = mask.to(torch.float64) / _per_token(denominators, loss_masks)",
-        "    active = torch.ones_like(active)\n"
-        "    weights = torch.ones_like(mask, dtype=torch.float64) / _per_token(denominators, loss_masks)",
+        "output_size=mask.numel()).mul_(mask)",
+        "output_size=mask.numel())",
     ),
     Mutant(
         "num_tokens dropped",

@@ -39,7 +39,7 @@ MAX_TOKENS = 16_384
 
 
 def stages(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the CPU seconds of each stage, which other processes disturb less; the last two are of one rank's shard."""
+    """Return the CPU seconds of each stage, which a busy machine disturbs less; the last two are of one rank."""
     seconds: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any]) -> Any:
