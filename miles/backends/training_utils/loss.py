@@ -108,9 +108,10 @@ def loss_function(
     term = LossTerm.of(args, batch)
     reducer = _default_reducer(args, batch, term, per_token=per_token)
     loss, metrics = _checked_loss(args, get_loss_function(args)(args, batch, logits, reducer))
-    # An empty micro-batch still has to reach every parameter, or the other ranks wait for its gradients. A sum over no
-    # elements is 0 with a zero gradient, whatever the logits hold.
-    loss = loss + logits.reshape(-1)[:0].sum()
+    if args.loss_type == "custom_loss" or not loss.requires_grad:
+        # Every micro-batch has to reach every parameter, or the other ranks wait for its gradients. A sum over no
+        # elements is 0 with a zero gradient, whatever the logits hold; it costs a gradient as large as the logits.
+        loss = loss + logits.reshape(-1)[:0].sum()
     num_tokens = get_active_token_count(batch["loss_masks"]).to(logits.device)
     normalizer = num_tokens if per_token else torch.ones_like(num_tokens)
     scaled = _scale(args, batch, term, loss, num_microbatches, megatron=apply_megatron_loss_scaling)

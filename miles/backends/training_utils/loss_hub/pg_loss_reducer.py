@@ -207,5 +207,8 @@ def _probe(args: Namespace, rows: Sequence[int], values: Sequence[torch.Tensor])
     reducer = load_pg_loss_reducer(
         args, batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], context=context
     )
-    of_rows = [torch.cat([column.split(list(PROBE_LENGTHS))[row] for row in rows]) for column in values]
-    return [column[: sum(lengths)] for column in of_rows], reducer
+    # With a context, the values are those of this context-parallel rank.
+    by_row = [column.split(list(PROBE_LENGTHS)) for column in values]
+    return [
+        torch.cat([parts[row][:length] for row, length in zip(rows, lengths, strict=True)]) for parts in by_row
+    ], reducer
