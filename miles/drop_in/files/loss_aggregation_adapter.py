@@ -31,8 +31,8 @@ TOKEN_METRICS = ("loss", "pg_loss", "ess_ratio")
 
 
 def requested_mode(args: Any) -> LossAggregation | None:
-    """Return the mode that `--loss-aggregation` names; None without it."""
-    return None if getattr(args, "loss_aggregation", None) is None else LossAggregation.of(args)
+    """Return the mode that `--loss-aggregation` names; None without it (a mock of a namespace has every attribute)."""
+    return None if vars(args).get("loss_aggregation") is None else LossAggregation.of(args)
 
 
 def _require(condition: bool, message: str) -> None:
