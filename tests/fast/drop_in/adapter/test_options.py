@@ -1,6 +1,7 @@
 """The adapter's options: what they come to, and what is refused in which words."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -18,6 +19,12 @@ def test_no_flag_leaves_the_namespace_alone(adapter):
     assert adapter.requested_mode(args) is None
     overrides = {"calculate_per_token_loss": False, "lr": 1.0}
     assert adapter.resolve_overrides(args, overrides) is overrides
+
+
+def test_a_mock_of_a_namespace_asks_for_nothing(adapter):
+    """Tests of hosts hand such arguments in; every attribute is there, and none was set."""
+    assert adapter.requested_mode(MagicMock()) is None
+    assert adapter.requested_mode(Namespace()) is None
 
 
 def test_the_help_names_the_modes(adapter):
