@@ -61,7 +61,7 @@ def run_step(actor: TrainActor, shard: dict[str, Any]) -> dict[str, float]:
     data.update(given)
     prepare_loss_terms(args, data, iterators, num_microbatches)
     rollout_metrics = actor._sync_metrics(log_rollout_data(0, args, data))
-    if is_left_empty(args, actor._count_step(iterators[0])["num_counted_tokens"]):
+    if is_left_empty(args, actor._count_step(iterators[0])):
         return {"skipped_steps": 1.0, **rollout_metrics}
     (total,) = num_microbatches
     metrics, grad_norm = actor._compute_gradients(iterators, total)

@@ -131,14 +131,16 @@ class DataIterator:
         return batch
 
     def peek_tokens(self) -> dict[str, int | float]:
-        """Return the next micro-batch's step: active tokens, those left in the main term, and what it counts."""
+        """Return the active tokens of the next micro-batch's step.
+
+        Where `prepare_loss_terms` has looked at the step, also those left in its main term, and what that counts.
+        """
         counts, facts = self.step_counts[self.offset], self.step_facts[self.offset]
-        kept = facts.get("num_kept_tokens", counts.num_tokens)
-        return {
-            "num_tokens": counts.num_tokens,
-            "num_kept_tokens": kept,
-            "num_counted_tokens": facts["term_counts"].num_tokens,
-        }
+        tokens = {"num_tokens": counts.num_tokens}
+        if "num_kept_tokens" in facts:
+            tokens["num_kept_tokens"] = facts["num_kept_tokens"]
+            tokens["num_counted_tokens"] = facts["term_counts"].num_tokens
+        return tokens
 
     def skip(self, num_microbatches: int) -> None:
         """Leave the next micro-batches out."""

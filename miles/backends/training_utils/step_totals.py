@@ -7,8 +7,9 @@ over the rank's rows of each step, and adds up what is counted over all ranks: b
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from miles.backends.training_utils.loss_term import counted_masks, counted_sums
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.distributed_utils import on_every_rank
 from miles.utils.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_loss_terms(
@@ -59,9 +62,29 @@ def prepare_loss_terms(
         iterator.step_facts = [fact for fact, total in zip(facts, num_microbatches, strict=True) for _ in range(total)]
 
 
-def is_left_empty(args: Namespace, term_tokens: int | float) -> bool:
-    """Whether a step has nothing to take a mean of: `token_mean`, and no token is left that counts."""
-    return LossAggregation.of(args) is LossAggregation.TOKEN_MEAN and not term_tokens > 0
+def is_left_empty(args: Namespace, tokens: Mapping[str, int | float]) -> bool:
+    """Whether a step has nothing to take a mean of: `token_mean`, and no token is left that counts.
+
+    Args:
+        args: Reads the mode.
+        tokens: `DataIterator.peek_tokens` of the step.
+    """
+    counted = tokens.get("num_counted_tokens", tokens["num_tokens"])
+    return LossAggregation.of(args) is LossAggregation.TOKEN_MEAN and not counted > 0
+
+
+def warn_of_empty_step(args: Namespace, rollout_id: int, step_id: int, tokens: Mapping[str, int | float]) -> None:
+    """Say so where nothing is left of a step, and what becomes of it; `tokens` as in `is_left_empty`."""
+    if tokens.get("num_kept_tokens") == 0 < tokens["num_tokens"]:
+        is_skipped = is_left_empty(args, tokens)
+        logger.warning(
+            "rollout %d, step %d: an off-policy correction or loss weights left no token, so %s; compare the rollout's "
+            "log-probs with the trainer's (--get-mismatch-metrics), look at the weights, or widen --tis-clip-low and "
+            "--tis-clip",
+            rollout_id,
+            step_id,
+            "there is no token mean and the step is skipped" if is_skipped else "the loss's main term is zero",
+        )
 
 
 def _starts(num_microbatches: Sequence[int]) -> list[int]:

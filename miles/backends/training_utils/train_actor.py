@@ -19,7 +19,7 @@ from miles.backends.training_utils.loss_hub.correction_contract import check_cor
 from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.process_group import World
-from miles.backends.training_utils.step_totals import is_left_empty, prepare_loss_terms
+from miles.backends.training_utils.step_totals import is_left_empty, prepare_loss_terms, warn_of_empty_step
 from miles.utils.distributed_utils import all_gather_objects, on_every_rank
 from miles.utils.errors import RankError, UserError
 from miles.utils.finite_checks import refuse_non_finite_log_probs, refuse_non_finite_step
@@ -154,8 +154,9 @@ class TrainActor(abc.ABC):
         _reset(iterators)
         for step_id, total in enumerate(num_microbatches):
             counts = self._count_step(iterators[0])
-            self._warn_of_empty_step(rollout_id, step_id, counts)
-            if is_left_empty(self.args, counts["num_counted_tokens"]):
+            if self.world.rank == 0:
+                warn_of_empty_step(self.args, rollout_id, step_id, counts)
+            if is_left_empty(self.args, counts):
                 step_metrics = self._skip_step(iterators, total)
             else:
                 loss_dict, grad_norm = self._compute_gradients_or_tell(iterators, total)
@@ -178,7 +179,7 @@ class TrainActor(abc.ABC):
             raise RankError(str(error)) from error
 
     def _count_step(self, iterator: DataIterator) -> dict[str, float]:
-        """Return the coming step's active tokens, those in the loss's main term, and what it counts, on every rank."""
+        """Return `DataIterator.peek_tokens` of the coming step, on every rank."""
         # Only the last pipeline stage knows what a correction left.
         return self._sync_metrics(iterator.peek_tokens())
 
@@ -188,18 +189,6 @@ class TrainActor(abc.ABC):
             iterator.skip(num_microbatches)
         self.num_steps_skipped += 1
         return {"train/skipped_steps": self.num_steps_skipped}
-
-    def _warn_of_empty_step(self, rollout_id: int, step_id: int, counts: dict[str, float]) -> None:
-        if self.world.rank == 0 and counts["num_kept_tokens"] == 0 < counts["num_tokens"]:
-            skips = is_left_empty(self.args, counts["num_counted_tokens"])
-            logger.warning(
-                "rollout %d, step %d: an off-policy correction or loss weights left no token, so %s; compare the "
-                "rollout's log-probs with the trainer's (--get-mismatch-metrics), look at the weights, or widen "
-                "--tis-clip-low and --tis-clip",
-                rollout_id,
-                step_id,
-                "there is no token mean and the step is skipped" if skips else "the loss's main term is zero",
-            )
 
     def save(self, rollout_id: int) -> Path:
         """Write a checkpoint that continues after `rollout_id`; every rank calls this. Returns its folder."""

@@ -102,7 +102,7 @@ def _run(args, rows, dp_size, *, megatron):
     outcomes = []
     for step, num_microbatches in enumerate(ranks[0][1]):
         total, normalizers, logs, seen = 0.0, 0, [], []
-        is_empty = {is_left_empty(args, iterator.peek_tokens()["num_counted_tokens"]) for iterator, _ in ranks}
+        is_empty = {is_left_empty(args, iterator.peek_tokens()) for iterator, _ in ranks}
         assert len(is_empty) == 1, "ranks agree on what is skipped"
         for rank, (iterator, per_step) in enumerate(ranks):
             assert per_step[step] == num_microbatches
