@@ -78,8 +78,8 @@ def warn_of_empty_step(args: Namespace, rollout_id: int, step_id: int, tokens: M
     if tokens.get("num_kept_tokens") == 0 < tokens["num_tokens"]:
         is_skipped = is_left_empty(args, tokens)
         logger.warning(
-            "rollout %d, step %d: an off-policy correction or loss weights left no token, so %s; compare the rollout's "
-            "log-probs with the trainer's (--get-mismatch-metrics), look at the weights, or widen --tis-clip-low and "
+            "rollout %d, step %d: an off-policy correction or loss weights left no token, so %s; compare the "
+            "rollout's log-probs with the trainer's (--get-mismatch-metrics), look at the weights, or widen --tis-clip-low and "
             "--tis-clip",
             rollout_id,
             step_id,
