@@ -79,8 +79,8 @@ def warn_of_empty_step(args: Namespace, rollout_id: int, step_id: int, tokens: M
         is_skipped = is_left_empty(args, tokens)
         logger.warning(
             "rollout %d, step %d: an off-policy correction or loss weights left no token, so %s; compare the "
-            "rollout's log-probs with the trainer's (--get-mismatch-metrics), look at the weights, or widen --tis-clip-low and "
-            "--tis-clip",
+            "rollout's log-probs with the trainer's (--get-mismatch-metrics), look at the weights, or widen "
+            "--tis-clip-low and --tis-clip",
             rollout_id,
             step_id,
             "there is no token mean and the step is skipped" if is_skipped else "the loss's main term is zero",
