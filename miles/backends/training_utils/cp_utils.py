@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed.nn.functional as dist_nn
 
-from miles.backends.training_utils.loss_aggregation import concat, make_packed_reducer, packed_mask_sums, row_lengths
+from miles.backends.training_utils.loss_aggregation import concat, make_packed_reducer, packed_mask_sums
 from miles.backends.training_utils.parallel import get_parallel_state
 
 Range = tuple[int, int]
@@ -141,9 +141,12 @@ def get_local_response_loss_masks(
 
 def _check_rows(total_lengths: Sequence[int], response_lengths: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
     """Refuse rows that do not have one value for each token of their response."""
-    for _, response_length, row in zip(total_lengths, response_lengths, rows, strict=True):
-        if row.numel() != response_length:
-            raise ValueError(f"expected one value for each of {response_length} response tokens, got {row.numel()}")
+    if len(total_lengths) != len(rows) or len(response_lengths) != len(rows):
+        raise ValueError(f"expected lengths of {len(rows)} rows, got {len(total_lengths)} and {len(response_lengths)}")
+    lengths = [row.numel() for row in rows]
+    if lengths != list(response_lengths):
+        wanted, got = next(pair for pair in zip(response_lengths, lengths, strict=True) if pair[0] != pair[1])
+        raise ValueError(f"expected one value for each of {wanted} response tokens, got {got}")
 
 
 def _local_shares(
@@ -263,7 +266,8 @@ def get_sum_of_sample_mean(
         )
     _check_rows(total_lengths, response_lengths, loss_masks)
     shares = _local_shares(total_lengths, response_lengths, qkv_format, max_seq_lens)
-    mask, lengths = concat(loss_masks), row_lengths(loss_masks)
+    mask = concat(loss_masks)
+    lengths = torch.tensor(response_lengths, dtype=torch.int64, device=mask.device)
     if calculate_per_token_loss:
         denominators = 1
     elif constant_divisor is not None:
