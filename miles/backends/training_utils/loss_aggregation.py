@@ -34,7 +34,8 @@ from typing import Any
 import torch
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
-"""Maps per-token values `[T]` to a scalar: this micro-batch's and this rank's share of a sum over the step."""
+"""Maps per-token values `[T]` to a scalar: this micro-batch's and this rank's share of a sum over the step. Those of
+this file also map `[K, T]` to `[K]`, and are marked by `taking_stacks`."""
 
 DEVICES_WITHOUT_WAIT = ("cpu",)
 """Devices whose results the program has at once, so that looking at one costs nothing."""
@@ -193,7 +194,7 @@ def make_reducer(loss_masks: Sequence[torch.Tensor], *, denominators: torch.Tens
 
     A value at a masked position, NaN and infinity included, reaches neither the sum nor the gradient. Products and
     their pairwise sum are float32, or the values' own dtype if that is wider. The number of operations does not depend
-    on B, and none waits for the device. Metrics of one micro-batch are reduced one after another: they share memory.
+    on B, and none waits for the device. Not for several threads at a time: metrics share scratch memory.
 
     Args:
         loss_masks: B masks of this rank's tokens, row i `[T_i]`, any dtype, values 0 and 1.
@@ -201,28 +202,28 @@ def make_reducer(loss_masks: Sequence[torch.Tensor], *, denominators: torch.Tens
             and acts as 1.
 
     Returns:
-        A reducer of `[T]` values of any float dtype to a scalar. Its results must still be summed over micro-batches
-        and ranks, and divided by Z. It raises ValueError where the values do not have T elements.
+        A reducer of `[T]` values of any float dtype to a scalar, or of `[K, T]` to `[K]`. Its results must still be
+        summed over micro-batches and ranks, and divided by Z. It raises ValueError where values do not have T elements.
     """
     return make_packed_reducer(concat(loss_masks), row_lengths(loss_masks), denominators=denominators)
 
 
 def make_packed_reducer(mask: torch.Tensor, lengths: torch.Tensor, *, denominators: torch.Tensor | float) -> Reducer:
-    """Build `make_reducer` of rows that lie one after another.
-
-    Args:
-        mask: `[T]`, any dtype, values 0 and 1.
-        lengths: `[B]` int64, T_i.
-        denominators: `[B]` or one number.
-    """
+    """Build `make_reducer` of rows that lie one after another: a `[T]` mask, `[B]` int64 lengths, d_i as there."""
     if not isinstance(denominators, torch.Tensor):
         token_sum = _weighted_sum(mask, lengths, None)
-        return lambda values: token_sum(values) / denominators
+        return taking_stacks(lambda values: token_sum(values) / denominators)
     if denominators.shape != lengths.shape:
         raise ValueError(
             f"expected one denominator for each of {lengths.numel()} rows, got {tuple(denominators.shape)}"
         )
     return _weighted_sum(mask, lengths, one_for_zero(denominators).reciprocal())
+
+
+def taking_stacks(reducer: Reducer) -> Reducer:
+    """Mark a reducer that maps `[K, T]` to `[K]`, too, and return it."""
+    reducer.takes_stacks = True
+    return reducer
 
 
 @dataclass(frozen=True)
@@ -247,16 +248,17 @@ class _Weights:
         return cls(weights, torch.empty_like(weights))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return sum_t w_t x_t without what stands at masked positions."""
+        """Return sum_t w_t x_t of `[T]` or `[K, T]` values, without what stands at masked positions."""
         if values.device.type not in DEVICES_WITHOUT_WAIT:
-            return torch.dot(self._kept(values), self.weights)
+            return self._kept(values) @ self.weights
         total = self._product_sum(values)
         # 0 * NaN is NaN; values are nearly always finite, so that is looked for in the sum alone.
-        return total if math.isfinite(total) else self._product_sum(self._kept(values))
+        return total if math.isfinite(total.sum()) else self._product_sum(self._kept(values))
 
     def _product_sum(self, values: torch.Tensor) -> torch.Tensor:
         # Pairwise, which a dot product on the CPU is not; its error is that of a sum over each sample.
-        return torch.mul(values, self.weights, out=self.products).sum()
+        scratch = self.products if values.dim() == 1 else None
+        return torch.mul(values, self.weights, out=scratch).sum(-1)
 
     def _kept(self, values: torch.Tensor) -> torch.Tensor:
         return torch.where(self.weights != 0, values, 0).to(self.weights.dtype)
@@ -272,7 +274,7 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return (grad * ctx.weights).to(ctx.dtype), None
+        return (grad.unsqueeze(-1) * ctx.weights).to(ctx.dtype), None
 
 
 def _weighted_sum(mask: torch.Tensor, lengths: torch.Tensor, row_weights: torch.Tensor | None) -> Reducer:
@@ -284,7 +286,7 @@ def _weighted_sum(mask: torch.Tensor, lengths: torch.Tensor, row_weights: torch.
         return _Weights.of(mask.to(device, dtype), rows, lengths.to(device))
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
-        if values.shape != mask.shape:
+        if values.shape[-1:] != mask.shape or values.dim() > 2:
             raise ValueError(
                 f"a reducer over {mask.numel()} response tokens of {lengths.numel()} rows needs values of shape "
                 f"{tuple(mask.shape)}, got {tuple(values.shape)}"
@@ -292,4 +294,4 @@ def _weighted_sum(mask: torch.Tensor, lengths: torch.Tensor, row_weights: torch.
         weights = weights_in(torch.promote_types(values.dtype, torch.float32), values.device)
         return _WeightedSum.apply(values, weights) if values.requires_grad else weights.sum(values)
 
-    return reduce
+    return taking_stacks(reduce)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from miles.backends.training_utils.loss_aggregation import Reducer, StepCounts, concat, mask_sums
+from miles.backends.training_utils.loss_aggregation import Reducer, StepCounts, concat, mask_sums, taking_stacks
 from miles.backends.training_utils.loss_hub.math_utils import row_sums
 from miles.backends.training_utils.loss_hub.responses import slice_rows
 from miles.utils.types import RolloutBatch
@@ -85,8 +85,12 @@ class LossTerm:
         if self.weights is None:
             return reducer
         weights = concat(slice_rows(args, batch, self.weights))
-        # A token of weight 0 is out like a masked one, whatever its value, NaN included.
-        return lambda values: reducer(torch.where(weights != 0, values, values.new_zeros(())) * weights)
+
+        def weighted(values: torch.Tensor) -> torch.Tensor:
+            # A token of weight 0 is out like a masked one, whatever its value, NaN included.
+            return reducer(torch.where(weights != 0, values, values.new_zeros(())) * weights)
+
+        return taking_stacks(weighted) if getattr(reducer, "takes_stacks", False) else weighted
 
 
 def counted_masks(

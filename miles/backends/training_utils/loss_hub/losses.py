@@ -19,7 +19,11 @@ from miles.backends.training_utils.loss_hub.corrections import corrects_off_poli
 from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy, get_values
 from miles.backends.training_utils.loss_hub.math_utils import compute_approx_kl, compute_policy_loss, safe_exp
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import get_pg_loss_reducer as get_pg_loss_reducer  # seam
-from miles.backends.training_utils.loss_hub.policy_reducers import auxiliary_terms_match, build_policy_reducers
+from miles.backends.training_utils.loss_hub.policy_reducers import (
+    auxiliary_terms_match,
+    build_policy_reducers,
+    reduce_together,
+)
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.loss_hub.step_masks import step_masks
 from miles.utils.misc import load_function
@@ -70,18 +74,22 @@ def policy_loss_function(
     )
     pg_loss, mismatch, masks = _correct_off_policy(args, responses, pg_loss, ppo_kl)
     reduce = build_policy_reducers(args, batch, masks, sum_of_sample_mean)
-    terms = {"pg_loss": reduce.pg(pg_loss), "entropy_loss": reduce.auxiliary(entropy)}
+    terms = {"pg_loss": reduce.pg(pg_loss)}
     loss = terms["pg_loss"]
-    if args.entropy_coef != 0:
-        loss = loss - args.entropy_coef * terms["entropy_loss"]
+    logged = {"pg_clipfrac": (reduce.kept, pg_clipfrac), "ppo_kl": (reduce.kept, ppo_kl)}
+    auxiliary = {"entropy_loss": (-args.entropy_coef, entropy)}
     if args.use_kl_loss:
-        terms["kl_loss"] = reduce.auxiliary(_kl_to_reference(args, responses, log_probs, old_log_probs))
-        if args.kl_loss_coef != 0:
-            loss = loss + args.kl_loss_coef * terms["kl_loss"]
-    per_sample = {"pg_clipfrac": reduce.kept(pg_clipfrac), "ppo_kl": reduce.kept(ppo_kl)}
-    per_sample |= {key: reduce.whole(value) for key, value in mismatch.items()}
-    ess = _effective_sample_ratio(responses, ppo_kl.detach())
-    return loss, _sort_metrics(args, {"loss": loss, **terms}, per_sample, {"ess_ratio": reduce.whole_like_mode(ess)})
+        auxiliary["kl_loss"] = args.kl_loss_coef, _kl_to_reference(args, responses, log_probs, old_log_probs)
+    for name, (coefficient, values) in auxiliary.items():
+        if coefficient != 0:
+            terms[name] = reduce.auxiliary(values)
+            loss = loss + coefficient * terms[name]
+        else:
+            logged[name] = reduce.auxiliary, values
+    logged |= {name: (reduce.whole, values) for name, values in mismatch.items()}
+    logged["ess_ratio"] = reduce.whole_like_mode, _effective_sample_ratio(responses, ppo_kl.detach())
+    metrics = reduce_together({name: (reducer, values.detach()) for name, (reducer, values) in logged.items()})
+    return loss, _sort_metrics(args, {"loss": loss, **terms, **metrics})
 
 
 def _score(
@@ -132,26 +140,16 @@ def _kl_to_reference(
     return compute_approx_kl(log_probs, reference, args.kl_loss_type, importance_ratio=ratio)
 
 
-def _sort_metrics(
-    args: Namespace,
-    terms: dict[str, torch.Tensor],
-    per_sample: dict[str, torch.Tensor],
-    like_mode: dict[str, torch.Tensor],
-) -> MetricDict:
-    """Sort the metrics by the count that normalizes them.
-
-    `terms` are the loss and its parts; `like_mode` are sums over active tokens under `token_mean`.
-    """
+def _sort_metrics(args: Namespace, metrics: dict[str, torch.Tensor]) -> MetricDict:
+    """Sort the metrics by the count that normalizes them under `token_mean`; else all are sums over samples."""
     order = ["loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "ess_ratio"]
-    terms, per_sample, like_mode = (
-        {key: value.detach() for key, value in metrics.items()} for metrics in (terms, per_sample, like_mode)
-    )
+    metrics = {name: value.detach() for name, value in metrics.items()}
     if LossAggregation.of(args) is not LossAggregation.TOKEN_MEAN:
-        return MetricDict({**terms, **per_sample, **like_mode}, {}, order=order)
-    if not auxiliary_terms_match(args):
-        auxiliary = terms.keys() - {"loss", "pg_loss"}
-        per_sample |= {key: terms.pop(key) for key in sorted(auxiliary)}
-    return MetricDict(per_sample, like_mode, terms, order=order)
+        return MetricDict(metrics, {}, order=order)
+    of_term = {"loss", "pg_loss"} | ({"entropy_loss", "kl_loss"} if auxiliary_terms_match(args) else set())
+    per_term = {name: metrics.pop(name) for name in sorted(of_term & metrics.keys())}
+    per_token = {"ess_ratio": metrics.pop("ess_ratio")}
+    return MetricDict(metrics, per_token, per_term, order=order)
 
 
 def _effective_sample_ratio(responses: Responses, ppo_kl: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,3 +104,25 @@ def token_sum(args: Namespace, batch: RolloutBatch, loss_masks: Sequence[torch.T
         args.qkv_format,
         batch.get("max_seq_lens"),
     )
+
+
+def reduce_together(columns: Mapping[str, tuple[Reducer, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Reduce metrics, those that share a reducer in one operation.
+
+    Args:
+        columns: By name, the reducer and its values `[T]`, without gradient.
+
+    Returns:
+        Scalars by name, in the order of `columns`.
+    """
+    names_of: dict[Reducer, list[str]] = {}
+    for name, (reducer, _) in columns.items():
+        names_of.setdefault(reducer, []).append(name)
+    results: dict[str, torch.Tensor] = {}
+    for reducer, names in names_of.items():
+        values = [columns[name][1] for name in names]
+        if len(names) > 1 and getattr(reducer, "takes_stacks", False):
+            results |= zip(names, reducer(torch.stack(values)).unbind(), strict=True)
+        else:
+            results |= {name: reducer(value) for name, value in zip(names, values, strict=True)}
+    return {name: results[name] for name in columns}
