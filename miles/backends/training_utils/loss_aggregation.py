@@ -203,7 +203,7 @@ def make_reducer(loss_masks: Sequence[torch.Tensor], *, denominators: torch.Tens
 
     Returns:
         A reducer of `[T]` values of any float dtype to a scalar, or of `[K, T]` to `[K]`. Its results must still be
-        summed over micro-batches and ranks, and divided by Z. It raises ValueError where values do not have T elements.
+        summed over micro-batches and ranks, and divided by Z. It raises ValueError where values have not T elements.
     """
     return make_packed_reducer(concat(loss_masks), row_lengths(loss_masks), denominators=denominators)
 
