@@ -1,4 +1,4 @@
-"""The command line: `python -m miles.drop_in CHECKOUT [--apply | --revert | --check] [--force]`."""
+"""The command line: `python -m miles.drop_in CHECKOUT [--apply | --revert | --check] [--force] [--skip SEAM,...]`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,13 @@ def main(argv: Sequence[str] | None = None, *, detect: Detect | None = None) -> 
     args = parser.parse_args(argv)
     if args.force and not (args.apply or args.revert):
         parser.error("--force goes with --apply or --revert, which write files")
+    if args.skip and (args.revert or args.check):
+        parser.error("--skip goes with --apply, or with no action; --revert and --check take it from the record")
     if importlib.util.find_spec("libcst") is None:
-        return _fail('the edits are made with LibCST, which is not installed: pip install "miles[drop-in]"')
+        return _fail(
+            "the edits are made with LibCST, which is not installed; in this project's folder: "
+            'pip install -e ".[drop-in]"'
+        )
     sys.stdout.reconfigure(errors="backslashreplace")  # a diff may hold what the terminal cannot show
     try:
         return _run(args, detect)
@@ -58,6 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("--revert", action="store_true", help="take it out again, byte for byte")
     action.add_argument("--check", action="store_true", help="say whether it is in, whole and current")
     parser.add_argument("--force", action="store_true", help="write into files with uncommitted changes too")
+    parser.add_argument(
+        "--skip",
+        metavar="SEAM[,SEAM...]",
+        type=lambda names: [name.strip() for name in names.split(",")],
+        action="extend",
+        default=[],
+        help="leave these seams to you, by their names in the plan; --apply keeps them in the record",
+    )
     return parser
 
 
@@ -67,16 +80,16 @@ def _run(args: argparse.Namespace, detect: Detect | None) -> int:
     from miles.drop_in.checkout import Checkout
 
     checkout = Checkout(args.checkout)
-    if args.revert:
-        print(report.reverted(checkout, commands.revert(checkout, force=args.force)))
-        return 0
     if detect is None:
         from miles.drop_in.hosts import detect_host as detect
+    if args.revert:
+        print(report.reverted(checkout, commands.revert(checkout, detect, force=args.force)))
+        return 0
     if args.check:
         state, words = commands.check(checkout, detect)
         print(f"the drop-in in {checkout.root} is {words}")
         return int(state)
-    prospect = commands.look(checkout, detect)
+    prospect = commands.look(checkout, detect, skip=args.skip)
     if args.apply:
         commands.apply(prospect, force=args.force)
         print(report.applied(prospect))

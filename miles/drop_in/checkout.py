@@ -24,13 +24,13 @@ class Checkout:
         """Open the folder `root`.
 
         Args:
-            root: the folder.
+            root: the folder; an empty path is none.
             contents: files to be seen with other contents than they have; see `seen_with`.
 
         Raises:
             UserError: there is no such folder.
         """
-        if not Path(root).is_dir():
+        if not str(root) or not Path(root).is_dir():
             raise UserError(f"CHECKOUT must be the folder of a Miles or slime checkout; {str(root)!r} is no folder")
         self.root = Path(root).resolve()
         self._contents = dict(contents or {})

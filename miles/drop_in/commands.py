@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import metadata
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from miles.drop_in.apply import missing_folders, write_changes
 from miles.drop_in.changes import FileChange
 from miles.drop_in.checkout import Checkout, Contents
 from miles.drop_in.git_status import NOT_A_REPOSITORY, uncommitted
-from miles.drop_in.plan import Plan, make_plan
+from miles.drop_in.plan import Plan, SeamsError, make_plan
 from miles.drop_in.record import RECORD_PATH, FileRecord, Record, read_record
+from miles.drop_in.traces import MissingRecordError, added_files, find_traces
 from miles.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,8 +49,26 @@ class Prospect:
     changes: tuple[FileChange, ...]
 
 
-def look(checkout: Checkout, detect: Detect) -> Prospect:
+@dataclass(frozen=True)
+class Reverted:
+    """What `revert` took out.
+
+    Attributes:
+        paths: the files that went back to what they were.
+        skipped: names of the seams that were left to the person, whose lines are still there.
+    """
+
+    paths: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+
+def look(checkout: Checkout, detect: Detect, *, skip: Sequence[str] = ()) -> Prospect:
     """Compute what is to be done to a checkout, which may hold the drop-in, or an older version of it.
+
+    Args:
+        checkout: the checkout.
+        detect: finds its host.
+        skip: names of seams that are left to the person, besides those that were before.
 
     Raises:
         UserError: it is no host that is known, a seam is missing, or the drop-in in it has been changed.
@@ -58,12 +76,12 @@ def look(checkout: Checkout, detect: Detect) -> Prospect:
     record = read_record(checkout)
     undone = {} if record is None else record.undone(checkout)
     without = checkout.seen_with(undone)
-    plan = make_plan(detect(without), without)
+    plan = _plan(without, detect(without), record, skip)
     # Files of another version that this one leaves alone go back to what they were.
     targets = {**undone, **_targets(checkout, record, plan)}
     files = [FileChange(path, checkout.read_if_there(path), targets[path]) for path in sorted(targets)]
     files = [change for change in files if change.before != change.after]
-    if record is not None and not files:
+    if record is not None and not files and _skipped(plan) <= set(record.skipped):
         return Prospect(checkout, record, plan, ())
     # The record comes first, so that a run that is killed half-way can still be reverted.
     written = _record_of(plan, targets, checkout, record).to_bytes()
@@ -81,17 +99,22 @@ def apply(prospect: Prospect, *, force: bool) -> None:
     write_changes(prospect.checkout, prospect.changes)
 
 
-def revert(checkout: Checkout, *, force: bool) -> list[str] | None:
+def revert(checkout: Checkout, detect: Detect, *, force: bool) -> Reverted | None:
     """Take the drop-in out again.
 
     Returns:
-        The files that went back to what they were; None where the drop-in was not in.
+        What was taken out; None where the drop-in was not in.
 
     Raises:
-        UserError: the lines written have changed, or as `apply`.
+        UserError: the lines written have changed, the record is missing while they are there, the checkout has no
+            record and is no host that is known, or as `apply`.
     """
     record = read_record(checkout)
     if record is None:
+        host = detect(checkout)
+        traces = find_traces(checkout, host)
+        if traces:
+            raise MissingRecordError(checkout, host, traces)
         return None
     undone = record.undone(checkout)
     files = [FileChange(path, checkout.read_if_there(path), data) for path, data in undone.items()]
@@ -99,7 +122,7 @@ def revert(checkout: Checkout, *, force: bool) -> list[str] | None:
     _refuse_uncommitted(checkout, record, files, force=force)
     last = FileChange(RECORD_PATH, checkout.read(RECORD_PATH), None)
     write_changes(checkout, [*files, last], folders=record.folders)
-    return [change.path for change in files]
+    return Reverted(tuple(change.path for change in files), record.skipped)
 
 
 def check(checkout: Checkout, detect: Detect) -> tuple[State, str]:
@@ -109,21 +132,19 @@ def check(checkout: Checkout, detect: Detect) -> tuple[State, str]:
         UserError: the drop-in is not in, and the checkout is no host that is known.
     """
     if not checkout.exists(RECORD_PATH):
-        traces = _traces(checkout, detect(checkout))
+        host = detect(checkout)
+        traces = find_traces(checkout, host)
         if traces:
-            return State.OTHER, f"in part: there is no {RECORD_PATH}, but traces in {', '.join(traces)}"
+            return State.OTHER, f"in part: {MissingRecordError(checkout, host, traces)}"
         return State.NOT_IN, "not in"
     try:
         prospect = look(checkout, detect)
     except UserError as error:
         return State.OTHER, f"damaged: {error}"
     if not prospect.changes:
-        return State.IN, "in, whole and current"
-    differ = ", ".join(change.path for change in prospect.changes if change.path != RECORD_PATH)
-    return State.OTHER, (
-        f"in part, or of another version: written by miles {prospect.record.version}, this is {tool_version()}, which "
-        f"would write otherwise: {differ}; --apply brings them up to date"
-    )
+        by_hand = ", ".join(f"{seam.name} ({seam.path})" for seam in prospect.plan.skipped)
+        return State.IN, "in, whole and current" + (f"; by hand, and not checked: {by_hand}" if by_hand else "")
+    return State.OTHER, _how_it_differs(prospect)
 
 
 def uncommitted_note(prospect: Prospect) -> str | None:
@@ -145,14 +166,41 @@ def tool_version() -> str:
         return "not installed"
 
 
-def _traces(checkout: Checkout, host: Host) -> list[str]:
-    """Return the drop-in's files that are there, and the host's files that name one of them."""
-    names = [PurePosixPath(path).stem.encode() for path in host.new_files]
-    edited = dict.fromkeys(seam.path for seam in host.seams if checkout.exists(seam.path))
-    return [
-        *(path for path in host.new_files if checkout.exists(path)),
-        *(path for path in edited if any(name in checkout.read(path) for name in names)),
+def _plan(without: Checkout, host: Host, record: Record | None, skip: Sequence[str]) -> Plan:
+    """Make the plan; where there is no record, see first whether the drop-in is in all the same."""
+    if record is not None:
+        known = [name for name in record.skipped if any(seam.name == name for seam in host.seams)]
+        return make_plan(host, without, skip=[*known, *skip])
+    if added_files(without, host):
+        raise MissingRecordError(without, host, find_traces(without, host))
+    try:
+        return make_plan(host, without, skip=skip)
+    except SeamsError as error:
+        by_hand = {seam.path for seam in host.seams if seam.name in skip}
+        traces = [path for path in find_traces(without, host) if path not in by_hand]
+        if not traces:
+            raise
+        raise UserError(f"{error}\n{MissingRecordError(without, host, traces)}") from error
+
+
+def _skipped(plan: Plan) -> set[str]:
+    return {seam.name for seam in plan.skipped}
+
+
+def _how_it_differs(prospect: Prospect) -> str:
+    """Return which files are not as this version has them, in words."""
+    files = {file.path: file for file in prospect.record.files}
+    changes = [change for change in prospect.changes if change.path != RECORD_PATH]
+    undone = [
+        change.path for change in changes if change.path in files and files[change.path].is_as_before(change.before)
     ]
+    others = [change.path for change in changes if change.path not in undone]
+    versions = f"written by miles {prospect.record.version}, this is {tool_version()}"
+    parts = [
+        *([f"in part: these are as before the drop-in: {', '.join(undone)}"] if undone else []),
+        *([f"of another version ({versions}), which would write otherwise: {', '.join(others)}"] if others else []),
+    ]
+    return f"{'; '.join(parts)}; --apply brings them up to date"
 
 
 def _targets(checkout: Checkout, record: Record | None, plan: Plan) -> dict[str, bytes | None]:
@@ -171,7 +219,8 @@ def _record_of(plan: Plan, targets: Contents, checkout: Checkout, earlier: Recor
     folders |= dict.fromkeys(missing_folders(checkout, plan.changes))
     changes = [FileChange(change.path, change.before, targets[change.path]) for change in plan.changes]
     files = tuple(FileRecord.of(change) for change in changes)
-    return Record(tool_version(), plan.host.name, plan.host.layout, tuple(folders), files)
+    skipped = tuple(dict.fromkeys(seam.name for seam in plan.skipped))
+    return Record(tool_version(), plan.host.name, plan.host.layout, tuple(folders), files, skipped)
 
 
 def _refuse_uncommitted(

@@ -28,12 +28,14 @@ class Plan:
 
     Attributes:
         host: the host found.
-        sites: each seam of the host with the place of its edit, in order.
+        sites: each seam that is edited with the place of its edit, in order.
+        skipped: the seams that are left to the person, in order.
         changes: the files that are new or edited, in the order of their paths.
     """
 
     host: Host
     sites: tuple[tuple[Seam, Site], ...]
+    skipped: tuple[Seam, ...]
     changes: tuple[FileChange, ...]
 
     def diff(self) -> str:
@@ -48,29 +50,38 @@ class SeamsError(UserError):
         errors: one for each seam that was not found, in the order of the seams.
     """
 
-    def __init__(self, errors: Sequence[SeamError], total: int) -> None:
+    def __init__(self, errors: Sequence[SeamError], total: int, skip: Sequence[str] = ()) -> None:
         listed = "\n".join(str(error) for error in errors)
-        super().__init__(f"{len(errors)} of {total} seams cannot be edited, so nothing is:\n{listed}")
+        names = ",".join(dict.fromkeys([*skip, *(error.seam for error in errors)]))
+        super().__init__(
+            f"{len(errors)} of {total} seams cannot be edited, so nothing is:\n{listed}\n"
+            f"to have all others written: --skip {names}; what is skipped is left to you, by hand as said above, with "
+            "the import of the adapter where it is called"
+        )
         self.errors = tuple(errors)
 
 
-def make_plan(host: Host, checkout: Checkout) -> Plan:
+def make_plan(host: Host, checkout: Checkout, *, skip: Sequence[str] = ()) -> Plan:
     """Compute every file that the drop-in adds or edits.
 
     Args:
         host: what to look for and to edit.
         checkout: the host's files, without the drop-in.
+        skip: names of seams that are left to the person: they are neither looked for nor edited.
 
     Raises:
         SeamsError: a seam is missing or has changed; it names all of them.
-        UserError: a file is not Python that LibCST reads, or one to be added is there already.
+        UserError: there is no seam of a name in `skip`, a file is not Python that LibCST reads, or one to be added is
+            there already.
     """
-    paths = dict.fromkeys(checkout.inside(seam.path) for seam in host.seams if checkout.exists(seam.path))
+    _refuse_unknown(host, skip)
+    seams = [seam for seam in host.seams if seam.name not in skip]
+    paths = dict.fromkeys(checkout.inside(seam.path) for seam in seams if checkout.exists(seam.path))
     sources = {path: checkout.read(path) for path in paths}
     modules = {path: _parse(path, source) for path, source in sources.items()}
     lines = {path: _positions(module) for path, module in modules.items()}
     sites, edited, errors = [], dict(modules), []
-    for seam in host.seams:
+    for seam in seams:
         path = checkout.inside(seam.path)
         try:
             if path not in modules:
@@ -80,12 +91,23 @@ def make_plan(host: Host, checkout: Checkout) -> Plan:
         except SeamError as error:
             errors.append(error)
     if errors:
-        raise SeamsError(errors, len(host.seams))
+        raise SeamsError(errors, len(seams), skip)
     changes = [
         *(FileChange(path, source, _encode(edited[path], source)) for path, source in sources.items()),
         *(_new_file(checkout, path, resource) for path, resource in host.new_files.items()),
     ]
-    return Plan(host, tuple(sites), tuple(sorted(changes, key=lambda change: change.path)))
+    skipped = tuple(seam for seam in host.seams if seam.name in skip)
+    return Plan(host, tuple(sites), skipped, tuple(sorted(changes, key=lambda change: change.path)))
+
+
+def _refuse_unknown(host: Host, names: Sequence[str]) -> None:
+    known = list(dict.fromkeys(seam.name for seam in host.seams))
+    unknown = [repr(name) for name in names if name not in known]
+    if unknown:
+        raise UserError(
+            f"--skip takes names of seams of {host.name}, separated by commas; {', '.join(unknown)} is none. "
+            f"Choose from {', '.join(known)}"
+        )
 
 
 def _parse(path: str, data: bytes) -> cst.Module:

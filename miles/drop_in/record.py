@@ -61,6 +61,10 @@ class FileRecord:
             return data == change.after
         return _edits(self.hunks) == _edits(FileRecord.of(change).hunks)
 
+    def is_as_before(self, data: bytes | None) -> bool:
+        """Say whether a file holds what it did before the drop-in, or is not there where it was not."""
+        return (data if data is None else _digest(data)) == self.before
+
     def undone(self, data: bytes | None) -> bytes | None:
         """Return what the file holds without the drop-in, of what it holds now.
 
@@ -96,6 +100,7 @@ class Record:
         layout: the host's layout.
         folders: folders that were made, the outer ones first.
         files: one entry a file.
+        skipped: names of the seams that are left to the person.
     """
 
     version: str
@@ -103,6 +108,7 @@ class Record:
     layout: str
     folders: tuple[str, ...]
     files: tuple[FileRecord, ...]
+    skipped: tuple[str, ...] = ()
 
     def undone(self, checkout: Checkout) -> dict[str, bytes | None]:
         """Return what each file holds without the drop-in.
@@ -150,6 +156,7 @@ class Record:
                 layout=_text(fields["layout"]),
                 folders=tuple(_text(folder) for folder in fields["folders"]),
                 files=tuple(_file(entry) for entry in fields["files"]),
+                skipped=tuple(_text(name) for name in fields.get("skipped", ())),
             )
         except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise DamagedError(

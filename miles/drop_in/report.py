@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from miles.drop_in.checkout import Checkout
-from miles.drop_in.commands import Prospect
+from miles.drop_in.commands import Prospect, Reverted
 from miles.drop_in.record import RECORD_PATH
 
 _NOTHING_TO_DO = "the drop-in is in, whole and current: nothing to do"
@@ -36,11 +36,12 @@ def applied(prospect: Prospect) -> str:
     return "\n".join([*_found(prospect), *written, closing])
 
 
-def reverted(checkout: Checkout, paths: Sequence[str] | None) -> str:
-    """Return what was taken out; `paths` is None where the drop-in was not in."""
-    if paths is None:
+def reverted(checkout: Checkout, done: Reverted | None) -> str:
+    """Return what was taken out; `done` is None where the drop-in was not in."""
+    if done is None:
         return f"the drop-in is not in {checkout.root} (there is no {RECORD_PATH}): nothing to do"
-    return "\n".join([f"taken out of {checkout.root}:", *_indented(paths)])
+    by_hand = f"these seams were left to you; take your own lines out by hand: {', '.join(done.skipped)}"
+    return "\n".join([f"taken out of {checkout.root}:", *_indented(done.paths), *([by_hand] if done.skipped else [])])
 
 
 def _found(prospect: Prospect) -> list[str]:
@@ -51,9 +52,17 @@ def _found(prospect: Prospect) -> list[str]:
         f"{host.name}, layout {host.layout}, in {prospect.checkout.root}",
         "seams (lines of the files without the drop-in):",
         *_indented(seams),
+        *_left(prospect),
         "new files:",
         *_indented(host.new_files),
     ]
+
+
+def _left(prospect: Prospect) -> list[str]:
+    """Return the seams that are left to the person, each with what to write."""
+    skipped = prospect.plan.skipped
+    texts = [(f"{seam.path}  {seam.name}: {seam.purpose}", f"  by hand: {seam.instructions()}") for seam in skipped]
+    return ["seams left to you (--skip):", *_indented(line for pair in texts for line in pair)] if texts else []
 
 
 def _files(prospect: Prospect) -> list[str]:

@@ -55,14 +55,14 @@ class Seam(abc.ABC):
         name: kebab-case, unique among the seams of a host.
         purpose: what the edit is for, one line.
         looked_for: the structure that `find` looks for (function, call, argument names), one line.
-        by_hand: what a person writes instead, where `find` does not find it.
+        by_hand: what a person writes instead, where `find` does not find it: what `edit` writes in this host.
         path: the host file, posix, relative to the checkout.
     """
 
     name: ClassVar[str]
     purpose: ClassVar[str]
     looked_for: ClassVar[str]
-    by_hand: ClassVar[str]
+    by_hand: str
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -83,10 +83,15 @@ class Seam(abc.ABC):
             SeamError: as `find`.
         """
 
+    def instructions(self) -> str:
+        """Return how a person makes the whole edit: `by_hand`, and what that needs elsewhere in the file."""
+        return self.by_hand
+
     def error(self, reason: str) -> SeamError:
         """Return the error that says why this seam cannot be edited.
 
         Args:
             reason: what was found instead, one line, such as "there are two such calls (lines 10 and 42)".
         """
-        return SeamError(reason, seam=self.name, path=self.path, looked_for=self.looked_for, by_hand=self.by_hand)
+        texts = {"looked_for": self.looked_for, "by_hand": self.instructions()}
+        return SeamError(reason, seam=self.name, path=self.path, **texts)

@@ -31,8 +31,8 @@ TOKEN_METRICS = ("loss", "pg_loss", "ess_ratio")
 
 
 def requested_mode(args: Any) -> LossAggregation | None:
-    """Return the mode that `--loss-aggregation` names; None without it (a mock of a namespace has every attribute)."""
-    return None if vars(args).get("loss_aggregation") is None else LossAggregation.of(args)
+    """Return the mode that `--loss-aggregation` names; None without it (a mock's attribute is no string)."""
+    return LossAggregation.of(args) if isinstance(getattr(args, "loss_aggregation", None), str) else None
 
 
 def _require(condition: bool, message: str) -> None:
@@ -181,7 +181,8 @@ def keep_groups_whole_in_schedule(build_schedule: Callable[..., Any], data: Colu
         ranks = _deal(args, steps, lengths, dp_size)
         for rows in ranks:
             own = {"global_batch_size": size // dp_size, "rollout_indices": [names[row] for row in rows]}
-            alone.append(build_schedule(args, {**config, "dp_size": 1}, [lengths[row] for row in rows], **own))
+            one = {**config, "dp_size": 1}
+            alone.append(build_schedule(args, one, [lengths[row] for row in rows], **{**options, **own}))
         counts = [max(step) for step in zip(*(rank[2] for rank in alone), strict=True)]
         batches = [_split(rank[1][0], rank[2], counts) for rank in alone]
         partitions = [[rows[i] for i in rank[0][0]] for rows, rank in zip(ranks, alone, strict=True)]

@@ -53,6 +53,12 @@ class AdapterSeam(Seam):
         super().__init__(path)
         self.package = package
 
+    def instructions(self) -> str:
+        """Return `by_hand`, with the import of the adapter where it is called."""
+        if ADAPTER not in self.by_hand:
+            return self.by_hand
+        return f"{self.by_hand}; unless the file has it, also: from {self.package} import {ADAPTER}"
+
     def function(self, module: cst.Module, *names: str) -> cst.FunctionDef:
         """Return the one function that has one of these names."""
         found = [node for node in m.findall(module, m.FunctionDef()) if node.name.value in names]

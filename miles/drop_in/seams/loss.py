@@ -62,8 +62,9 @@ class PgLossReducer(AdapterSeam):
         "sum_of_sample_mean, in policy_loss_function"
     )
     by_hand = (
-        f"where no custom reducer is asked for: pg_loss_reducer = {ADAPTER}.get_pg_loss_reducer(args, batch, masks of "
-        "the term, sum_of_sample_mean, slice_log_prob_with_cp)"
+        "where no custom reducer is asked for, with the pg_loss_masks that one would get: pg_loss_reducer = "
+        f"{ADAPTER}.get_pg_loss_reducer(args, batch, pg_loss_masks, sum_of_sample_mean, slice_log_prob_with_cp), the "
+        "last imported beside get_sum_of_sample_mean"
     )
 
     def find(self, module: cst.Module) -> cst.CSTNode:
@@ -129,8 +130,8 @@ class TokenDivisor(AdapterSeam):
     purpose = "divide the FSDP loss by the active tokens of the step under token_mean"
     looked_for = "the return of loss_function, with parameters loss and apply_megatron_loss_scaling in it"
     by_hand = (
-        f"before loss_function returns, without Megatron's scaling: loss = {ADAPTER}.divide_by_step_tokens(args, "
-        "batch, loss, data-parallel size)"
+        f"before loss_function returns, if not apply_megatron_loss_scaling: loss = {ADAPTER}.divide_by_step_tokens("
+        "args, batch, loss, parallel_state.intra_dp.size)"
     )
 
     def find(self, module: cst.Module) -> cst.CSTNode:
@@ -158,11 +159,16 @@ class KeyNormalizers(AdapterSeam):
     name = "key-normalizers"
     purpose = "give each metric its own normalizer under token_mean"
     looked_for = 'the dict {"keys": list(LOG.keys()), "values": ...} that loss_function returns'
-    by_hand = f'add **{ADAPTER}.normalize_by_key(args, log, num_tokens, num_samples) after "values"'
 
     def __init__(self, path: str, package: str, num_samples: tuple[str, ...]) -> None:
         super().__init__(path, package)
         self.num_samples = num_samples
+
+    @property
+    def by_hand(self) -> str:
+        """What a person adds to the dict: the samples are counted in another way in each host."""
+        arguments = ", ".join(["args", "log", "num_tokens", *self.num_samples])
+        return f'add **{ADAPTER}.normalize_by_key({arguments}) after "values", with the metrics for log'
 
     def find(self, module: cst.Module) -> cst.CSTNode:
         """Return the dict."""

@@ -8,6 +8,7 @@ from libcst import matchers as m
 from miles.drop_in.seams.base import ADAPTER, AdapterSeam, assignment, attribute, called, line
 
 _ANCHOR = "--custom-pg-loss-reducer-function-path"
+_NAMES = ("--loss-aggregation", "--loss-aggregation-divisor")
 
 
 class Options(AdapterSeam):
@@ -21,6 +22,7 @@ class Options(AdapterSeam):
     def find(self, module: cst.Module) -> cst.CSTNode:
         """Return the statement that declares the custom reducer's option."""
         self.refuse_calls(module, "add_arguments")
+        self._refuse_namesakes(module)
         declared = m.Arg(m.MatchIfTrue(lambda node: getattr(node, "evaluated_value", None) == _ANCHOR))
         call = m.Call(func=m.Attribute(attr=m.Name("add_argument")), args=[declared, m.ZeroOrMore()])
         return self.only(m.findall(module, line(m.Expr(call))), f"declaration of {_ANCHOR}")
@@ -30,6 +32,14 @@ class Options(AdapterSeam):
         statement = self.find(module)
         parser = module.code_for_node(statement.body[0].value.func.value)
         return self.write_after(module, statement, f"{ADAPTER}.add_arguments({parser})")
+
+    def _refuse_namesakes(self, module: cst.Module) -> None:
+        """Check that no option of the host has a name that the adapter declares: argparse takes each once."""
+        strings = [argument.value for call in m.findall(module, m.Call()) for argument in call.args]
+        declared = {node.evaluated_value for node in strings if isinstance(node, cst.SimpleString)}
+        there = [name for name in _NAMES if name in declared]
+        if there:
+            raise self.error(f"the host has {' and '.join(there)} of its own; rename it, or remove it, first")
 
 
 class _AfterYaml(AdapterSeam):

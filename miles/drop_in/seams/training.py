@@ -96,8 +96,8 @@ class FSDPStepTokens(AdapterSeam):
     purpose = "count the active tokens of each FSDP step, which the host drops"
     looked_for = "num_steps_per_rollout = len(num_microbatches), in _train_core with data_iterator"
     by_hand = (
-        f"before FSDP's first step: step_num_tokens = {ADAPTER}.count_step_tokens(args, data_iterator, "
-        "num_microbatches, data-parallel group)"
+        f"before FSDP's first step: step_num_tokens = {ADAPTER}.count_step_tokens(self.args, data_iterator, "
+        "num_microbatches, get_parallel_state().intra_dp.group)"
     )
 
     def find(self, module: cst.Module) -> cst.CSTNode:

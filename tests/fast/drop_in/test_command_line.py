@@ -241,15 +241,16 @@ class TestRevert:
 
 
 class TestErrors:
-    def test_no_such_folder(self, tmp_path, drop_in, capsys):
-        assert drop_in(tmp_path / "nowhere") == 2
-        err = capsys.readouterr().err
-        assert err == (
-            "error: CHECKOUT must be the folder of a Miles or slime checkout; "
-            f"{str(tmp_path / 'nowhere')!r} is no folder\n"
-        )
+    @pytest.mark.parametrize("path", ["nowhere", ""])
+    def test_no_such_folder(self, toy, drop_in, capsys, monkeypatch, path):
+        """An empty path is not the working directory."""
+        monkeypatch.chdir(toy)
+        for option in ([], ["--apply"], ["--check"], ["--revert"]):
+            assert drop_in(path, *option) == 2
+            message = f"CHECKOUT must be the folder of a Miles or slime checkout; {path!r} is no folder"
+            assert capsys.readouterr().err == f"error: {message}\n"
 
-    @pytest.mark.parametrize("option", [[], ["--apply"], ["--check"]])
+    @pytest.mark.parametrize("option", [[], ["--apply"], ["--check"], ["--revert"]])
     def test_no_known_host(self, tmp_path, drop_in, capsys, option):
         assert drop_in(tmp_path, *option) == 2
         assert capsys.readouterr().err == "error: no known host: it looked for toy/\n"
@@ -275,8 +276,8 @@ class TestErrors:
     def test_libcst_is_missing(self, toy, drop_in, capsys, monkeypatch, option):
         monkeypatch.setitem(sys.modules, "libcst", None)
         assert drop_in(toy, *option) == 2
-        message = 'error: the edits are made with LibCST, which is not installed: pip install "miles[drop-in]"\n'
-        assert capsys.readouterr().err == message
+        message = "error: the edits are made with LibCST, which is not installed; in this project's folder: "
+        assert capsys.readouterr().err == f'{message}pip install -e ".[drop-in]"\n'
 
     def test_ctrl_c(self, toy, drop_in, capsys, monkeypatch):
         def interrupt(*_):

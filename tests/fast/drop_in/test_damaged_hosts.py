@@ -77,7 +77,7 @@ def test_a_damaged_seam_is_named(host, seam, damage):
     with pytest.raises(SeamsError, match="seams cannot be edited, so nothing is:") as error:
         make_plan(same_file, view)
     (mine,) = [each for each in error.value.errors if each.seam == seam.name]
-    assert (mine.path, mine.looked_for, mine.by_hand) == (seam.path, seam.looked_for, seam.by_hand)
+    assert (mine.path, mine.looked_for, mine.by_hand) == (seam.path, seam.looked_for, seam.instructions())
     expected = {
         "without": "there is no ",
         "renamed": "there is no ",
@@ -99,7 +99,8 @@ def test_apply_writes_nothing_and_says_what_to_do(host, tmp_path, capsys):
     err = capsys.readouterr().err
     assert f"seam '{seam.name}' of {seam.path}: there is no " in err
     assert f"it looked for: {seam.looked_for}" in err
-    assert f"to do it by hand: {seam.by_hand}" in err
+    assert f"to do it by hand: {seam.instructions()}" in err
+    assert f"to have all others written: --skip {seam.name}; what is skipped is left to you" in err
     assert main([str(folder), "--check"]) == 1
 
 
@@ -196,3 +197,17 @@ def test_lines_of_ones_own_beside_every_edit_survive_a_revert(host, tmp_path):
     assert main([str(folder), "--check"]) == 0
     assert main([str(folder), "--revert"]) == 0
     assert snapshot(folder) == snapshot(plain)
+
+
+@pytest.mark.parametrize("name", ["--loss-aggregation", "--loss-aggregation-divisor"])
+@pytest.mark.parametrize("declare", ["parser.add_argument", "reset_arg(parser, ", "group.add_argument"])
+@pytest.mark.parametrize("host", HOSTS)
+def test_an_option_of_that_name_of_the_hosts_own_is_refused(host, declare, name):
+    """Argparse takes each name once; a second declaration would break the trainer's parser."""
+    seam = next(seam for other, seam in SEAMS if (other, seam.name) == (host, "options"))
+    text = (HOST_FOLDERS[host] / seam.path).read_text()
+    call = f'{declare}"{name}")' if declare.endswith(", ") else f'{declare}("{name}", type=str)'
+    view = Checkout(HOST_FOLDERS[host]).seen_with({seam.path: f"{text}\n\ndef more(parser):\n    {call}\n".encode()})
+    with pytest.raises(SeamsError, match=f"the host has {name} of its own; rename it, or remove it, first") as error:
+        make_plan(detect_host(view), view)
+    assert [each.seam for each in error.value.errors] == ["options"]

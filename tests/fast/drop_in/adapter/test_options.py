@@ -27,6 +27,28 @@ def test_a_mock_of_a_namespace_asks_for_nothing(adapter):
     assert adapter.requested_mode(Namespace()) is None
 
 
+class ByDefault:
+    """Options that are defaults of a class, as a host's dataclass of arguments has them."""
+
+    loss_aggregation = "constant"
+
+
+class Proxy:
+    """Options that stand in another object."""
+
+    def __init__(self, args):
+        self._args = args
+
+    def __getattr__(self, name):
+        return getattr(self._args, name)
+
+
+def test_the_mode_may_stand_anywhere(adapter):
+    assert adapter.requested_mode(ByDefault()) is adapter.LossAggregation.CONSTANT
+    assert adapter.requested_mode(Proxy(arguments())) is adapter.LossAggregation.PROMPT_MEAN
+    assert adapter.requested_mode(Proxy(Namespace())) is None
+
+
 def test_the_help_names_the_modes(adapter):
     parser = ArgumentParser()
     adapter.add_arguments(parser)

@@ -130,6 +130,21 @@ def test_a_schedule_keeps_groups_whole_and_ranks_in_step(adapter):
     assert (counts, num_rollouts) == ([2, 2], [4, 4])
 
 
+def test_a_schedule_hands_on_what_else_the_host_gives_its_own(adapter):
+    given = []
+
+    def host_schedule(args, config, lengths, *, seed, **options):
+        given.append(seed)
+        return by_budget(args, config, lengths, **options)
+
+    data = train_data([1, 1, 2, 2], [1] * 4)
+    options = {"global_batch_size": 4, "rollout_indices": [0, 1, 2, 3], "seed": 7}
+    schedule = adapter.keep_groups_whole_in_schedule(host_schedule, data)
+    partitions, *_ = schedule(arguments(max_tokens=4), {"dp_size": 2, "cp_size": 2}, [1] * 4, **options)
+    assert partitions == [[0, 1], [2, 3]]
+    assert given == [7, 7]
+
+
 def test_without_prompt_mean_the_schedule_is_the_hosts(adapter):
     calls = []
 
