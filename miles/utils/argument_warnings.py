@@ -15,7 +15,7 @@ def _has_correction(args: Any) -> bool:
 
 def _reducer_wants_context(args: Any) -> bool:
     # Here, not at the top, since it imports torch, which `--help` has to do without.
-    from miles.backends.training_utils.loss_hub.pg_loss_reducer import wants_context
+    from miles.backends.training_utils.loss_hub.reducer_context import wants_context
 
     try:
         return wants_context(args)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
-from miles.backends.training_utils.loss_hub.pg_loss_reducer import wants_context
+from miles.backends.training_utils.loss_hub.reducer_context import wants_context
 from miles.ray.rollout.row_ids import rows_by_id
 from miles.ray.rollout.shared_columns import add_ordinals, with_shared_columns
 from miles.ray.rollout.step_cut import fixed_steps, ragged_steps

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
-from miles.backends.training_utils.loss_hub.pg_loss_reducer import wants_context
+from miles.backends.training_utils.loss_hub.reducer_context import wants_context
 from miles.ray.rollout.column_checks import validate_train_data
 from miles.ray.rollout.dp_split import (
     process_rollout_data_shard,
