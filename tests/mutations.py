@@ -154,10 +154,11 @@ MUTANTS = [
     Mutant(
         "count the micro-batch's kept tokens",
         f"{LAYER}/loss_term.py",
-        '            return cls(masks, weights, *totals, batch["term_counts"])',
+        '            return cls(weights, *totals, batch["term_counts"])',
+        "            masks = batch.get('kept_masks', batch['loss_masks'])\n"
         "            local = counted_sums(args, counted_masks(args, batch['loss_masks'], masks), weights)\n"
         "            counts = StepCounts(*list(vars(batch['term_counts']).values())[:2], local.sum().item() or 1)\n"
-        "            return cls(masks, weights, *totals, counts)",
+        "            return cls(weights, *totals, counts)",
         CHANGED,
     ),
     Mutant(

@@ -40,7 +40,6 @@ class LossTerm:
     """The main term of a micro-batch.
 
     Attributes:
-        masks: k, B whole-response masks.
         weights: w, B whole-response rows of float32, or None for ones.
         row_totals: `[B]` sum of c over each row; int64, float64 where weights count.
         rollout_totals: `[B]` sum of c over each row's rollout: d_i of `sample_mean`.
@@ -49,7 +48,6 @@ class LossTerm:
         counts: N and P of the step, with the sum of c as `num_tokens`; None for a batch that does not know its step.
     """
 
-    masks: Sequence[torch.Tensor]
     weights: Sequence[torch.Tensor] | None
     row_totals: torch.Tensor
     rollout_totals: torch.Tensor
@@ -59,26 +57,25 @@ class LossTerm:
 
     @classmethod
     def of(cls, args: Namespace, batch: RolloutBatch, masks: Sequence[torch.Tensor] | None = None) -> LossTerm:
-        """Read the term from a micro-batch, by default over the masks that the step's correction left.
+        """Read the term from a micro-batch.
 
         A batch without the columns of `prepare_loss_terms` takes what it has: the totals that conversion wrote and,
-        where there are none, those of its own rows.
+        where there are none, those of its own rows, over `masks` (by default "loss_masks") where tokens were rejected.
 
         Raises:
             ValueError: the batch has loss weights and was not prepared.
         """
-        if masks is None:
-            masks = batch.get("kept_masks", batch["loss_masks"])
         weights = batch.get("loss_weights")
         if "row_totals" in batch:
             totals = [batch.get(key) for key in TERM_COLUMNS]
-            return cls(masks, weights, *totals, batch["term_counts"])
+            return cls(weights, *totals, batch["term_counts"])
         if weights is not None:
             raise ValueError("batch['loss_weights'] needs totals of the whole step; run prepare_loss_terms before it")
-        totals = mask_sums(counted_masks(args, batch["loss_masks"], masks))
+        loss_masks = batch["loss_masks"]
+        totals = mask_sums(loss_masks if masks is None else counted_masks(args, loss_masks, masks))
         shared = batch.get("rollout_mask_sums")
         shared = totals if shared is None else torch.as_tensor(shared, device=totals.device)
-        return cls(masks, None, totals, shared, shared, batch.get("prompt_mask_sums"), batch.get("step_counts"))
+        return cls(None, totals, shared, shared, batch.get("prompt_mask_sums"), batch.get("step_counts"))
 
     def weigh(self, args: Namespace, batch: RolloutBatch, reducer: Reducer) -> Reducer:
         """Return x -> reducer(w * x); the reducer itself where there are no weights."""

@@ -54,7 +54,7 @@ def _add_tis_type_arguments(group: argparse._ArgumentGroup) -> None:
         help="the built-in correction. truncated: every token's loss is weighted by r, clamped to the bounds "
         "(truncated importance sampling; Yao et al. 2025, Your efficient RL framework secretly brings you off-policy "
         "RL training). icepop: tokens with r outside the bounds are rejected, the others weighted by r (IcePop, "
-        "arXiv:2510.18855). geometric_rejection: samples whose geometric mean of r over their active tokens is "
+        "arXiv:2510.18855). geometric_rejection: rows whose geometric mean of r over their active tokens is "
         "outside the bounds are rejected whole, the others stay as they are (Liu et al. 2025, When Speed Kills "
         "Stability: Demystifying RL Collapse from the Training-Inference Mismatch)",
     )
@@ -63,7 +63,7 @@ def _add_tis_type_arguments(group: argparse._ArgumentGroup) -> None:
         "--tis-clip",
         type=float,
         default=2.0,
-        help="upper bound: of the weight for truncated, of a token's r for icepop, of a sample's geometric mean of r "
+        help="upper bound: of the weight for truncated, of a token's r for icepop, of a row's geometric mean of r "
         "for geometric_rejection, where useful bounds lie close to 1",
     )
     reset_arg(

@@ -12,18 +12,6 @@ from miles.utils.errors import UserError
 SIZES = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "6"]
 
 
-@pytest.fixture
-def parse(tmp_path):
-    """Parse a YAML text over a command line."""
-
-    def parse_with(text, *argv):
-        path = tmp_path / "config.yaml"
-        path.write_text(text)
-        return parse_args([*argv, "--custom-config-path", str(path)])
-
-    return parse_with
-
-
 def test_values_override_the_command_line_with_the_types_of_options(parse, caplog):
     text = "lr: 0.002\nclip_grad: 1\nnum_rollout: 3\nuse_tis: true\ngrpo_std_normalization: false\nkl_loss_type: k3\n"
     with caplog.at_level(logging.INFO, logger="miles"):

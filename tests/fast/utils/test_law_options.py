@@ -14,18 +14,6 @@ def option(name):
     return "--" + name.replace("_", "-")
 
 
-@pytest.fixture
-def parse(tmp_path):
-    """Parse a YAML text over a command line."""
-
-    def parse_with(text, *argv):
-        path = tmp_path / "config.yaml"
-        path.write_text(text)
-        return parse_args([*argv, "--custom-config-path", str(path)])
-
-    return parse_with
-
-
 def test_built_in_corrections_are_those_of_the_loss_room():
     assert set(LAW_CHOICES["tis_type"]) == set(BUILT_IN)
 
@@ -97,7 +85,10 @@ def test_a_file_may_say_either(parse):
 def test_other_modes_take_them_either_way(mode):
     divisor = ["--loss-aggregation-divisor", "8"] if mode == "constant" else []
     for aux in LAW_CHOICES["aux_loss_aggregation"]:
-        parse_args(["--loss-aggregation", mode, *divisor, "--entropy-coef", "0.1", "--aux-loss-aggregation", aux])
+        args = parse_args(
+            ["--loss-aggregation", mode, *divisor, "--entropy-coef", "0.1", "--aux-loss-aggregation", aux]
+        )
+        assert (args.loss_aggregation, args.aux_loss_aggregation, args.entropy_coef) == (mode, aux, 0.1)
 
 
 # ---- bounds of a correction -----------------------------------------------------------------------------------------
@@ -148,7 +139,7 @@ def test_help_says_what_the_bounds_mean_and_where_they_come_from():
         "Your efficient RL framework secretly brings you off-policy RL training",
         "IcePop, arXiv:2510.18855",
         "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
-        "upper bound: of the weight for truncated, of a token's r for icepop, of a sample's geometric mean of r",
+        "upper bound: of the weight for truncated, of a token's r for icepop, of a row's geometric mean of r",
         "a custom one's loss and masks are used",
         "declares the keyword `context`",
         "what a rollout holds, for every mode",

@@ -36,7 +36,8 @@ def may_reject(args: Namespace) -> bool:
     if getattr(args, "loss_type", "policy_loss") != "policy_loss" or not corrects_off_policy(args):
         return False
     is_custom = getattr(args, "custom_tis_function_path", None) is not None
-    return is_custom or (args.use_tis and getattr(args, "tis_type", "truncated") != "truncated")
+    use_tis = getattr(args, "use_tis", False)
+    return is_custom or (use_tis and getattr(args, "tis_type", "truncated") != "truncated")
 
 
 def run_correction(args: Namespace, responses: Responses, pg_loss: torch.Tensor) -> Correction:

@@ -63,7 +63,7 @@ class ReducerContext:
         """
         if batch.get("sample_totals") is None:
             raise ValueError("a reducer's context needs totals of the whole step; run prepare_loss_terms before it")
-        term = LossTerm.of(args, batch, masks)
+        term = LossTerm.of(args, batch)
         local_masks = slice_rows(args, batch, masks)
         return cls(
             args=args,

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from miles.backends.training_utils.data import get_step_counts
 from miles.backends.training_utils.log_utils import aggregate_train_losses
 from miles.backends.training_utils.loss_aggregation import make_reducer
 from miles.backends.training_utils.loss_hub.policy_reducers import reduce_together
 from miles.backends.training_utils.parallel import GroupInfo, ParallelState, set_parallel_state
+from tests.fast.backends.training_utils.operations import Operations
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,6 @@ def test_all_metrics_of_a_step_cross_the_ranks_once(axis, num_microbatches):
     assert axis.seen == [(2, 2)]
 
 
-class Passes(TorchDispatchMode):
-    """Counts sums and multiplications."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
-
-
 def test_metrics_that_share_a_reducer_are_reduced_in_one_operation():
     """Two rows of 3 and 1 tokens, the second token masked, where a NaN stays out of its own metric and the others."""
     masks = [torch.tensor([1, 0, 1]), torch.tensor([1])]
@@ -70,7 +58,7 @@ def test_metrics_that_share_a_reducer_are_reduced_in_one_operation():
         "d": (mean, -first),
     }
     reduce_together(columns)  # weights are built on first use
-    with Passes() as passes:
+    with Operations() as passes:
         results = reduce_together(columns)
     assert {name: value.item() for name, value in results.items()} == {
         "a": 9.5,

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from miles.backends.training_utils import cp_utils, loss_aggregation
 from miles.backends.training_utils.loss_aggregation import make_reducer, mask_sums
@@ -13,20 +12,9 @@ from miles.backends.training_utils.loss_hub.token_scores import score_tokens
 from miles.backends.training_utils.parallel import SINGLE, set_parallel_state
 from tests.benchmarks.common import PeakStorage
 from tests.fast.backends.training_utils.layout import simulated_state
+from tests.fast.backends.training_utils.operations import Operations
 
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique")
-
-
-class Operations(TorchDispatchMode):
-    """The names of all operations that are dispatched while it is on."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
 
 
 def rows(num_rows, dtype=torch.int64):

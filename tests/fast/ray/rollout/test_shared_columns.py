@@ -151,9 +151,15 @@ def test_columns_that_contradict_each_other(changes, message):
         validate(columns(**changes), global_batch_size=3)
 
 
-def test_columns_that_agree():
-    validate(columns(prompt_group_indices=[4, 4, 4, 4, 1, 4]), global_batch_size=3)
-    validate(columns(rollout_ids=None, rollout_counts=[1] * 6), global_batch_size=3)
+@pytest.mark.parametrize(
+    ("changes", "num_rollouts"),
+    [({"prompt_group_indices": [4, 4, 4, 4, 1, 4]}, 3), ({"rollout_ids": None, "rollout_counts": [1] * 6}, 6)],
+)
+def test_columns_that_agree(changes, num_rollouts):
+    """All rollouts fill one step, and no step of one more."""
+    assert validate(columns(**changes), global_batch_size=num_rollouts) is None
+    with pytest.raises(UserError, match=f"has {num_rollouts} samples, which is not a multiple"):
+        validate(columns(**changes), global_batch_size=num_rollouts + 1)
 
 
 # ---- samples --------------------------------------------------------------------------------------------------------

@@ -20,18 +20,34 @@ def masked_tis_function(*, args, pg_loss, train_log_probs, rollout_log_probs, lo
     return pg_loss * weight, masks, {"tis": weight}
 
 
+def score(batch, logits: torch.Tensor):
+    return get_log_probs_and_entropy(
+        logits,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+    )
+
+
+def effective_sample_ratio(args, batch, ppo_kl: torch.Tensor):
+    return compute_ess_ratio_contribution(
+        ppo_kl=ppo_kl.detach(),
+        loss_masks=batch["loss_masks"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        qkv_format=args.qkv_format,
+        max_seq_lens=batch.get("max_seq_lens", None),
+        calculate_per_token_loss=args.calculate_per_token_loss,
+    )
+
+
 def policy_loss_function(args, batch, logits: torch.Tensor, sum_of_sample_mean: Callable):
     total_lengths = batch["total_lengths"]
     response_lengths = batch["response_lengths"]
     max_seq_lens = batch.get("max_seq_lens", None)
     advantages = torch.cat(batch["advantages"])
 
-    scores = get_log_probs_and_entropy(
-        logits,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=total_lengths,
-        response_lengths=response_lengths,
-    )
+    scores = score(batch, logits)
     log_probs = torch.cat(scores["log_probs"])
     ppo_kl = torch.cat(batch["rollout_log_probs"]) - log_probs
     pg_loss = -advantages * (-ppo_kl).exp()
@@ -67,16 +83,7 @@ def policy_loss_function(args, batch, logits: torch.Tensor, sum_of_sample_mean: 
     else:
         pg_loss_reducer = sum_of_sample_mean
 
-    ess_ratio_sum = compute_ess_ratio_contribution(
-        ppo_kl=ppo_kl.detach(),
-        loss_masks=batch["loss_masks"],
-        total_lengths=total_lengths,
-        response_lengths=response_lengths,
-        qkv_format=args.qkv_format,
-        max_seq_lens=max_seq_lens,
-        calculate_per_token_loss=args.calculate_per_token_loss,
-    )
-
+    ess_ratio_sum = effective_sample_ratio(args, batch, ppo_kl)
     pg_loss = pg_loss_reducer(pg_loss)
     pg_clipfrac = sum_of_sample_mean(pg_clipfrac)
     kl = sum_of_sample_mean(compute_approx_kl(log_probs, torch.cat(batch["rollout_log_probs"])))
@@ -87,26 +94,16 @@ def policy_loss_function(args, batch, logits: torch.Tensor, sum_of_sample_mean: 
     if args.use_kl_loss:
         loss = loss + args.kl_loss_coef * kl
 
-    reported_loss = {
-        "loss": loss.clone().detach(),
-        "pg_loss": pg_loss.clone().detach(),
-        "entropy_loss": entropy_loss.clone().detach(),
-        "pg_clipfrac": pg_clipfrac.clone().detach(),
-        "ppo_kl": ppo_kl.clone().detach(),
-        "ess_ratio": ess_ratio_sum,
-    }
+    reported = {"loss": loss, "pg_loss": pg_loss, "entropy_loss": entropy_loss, "pg_clipfrac": pg_clipfrac}
+    reported_loss = {name: value.clone().detach() for name, value in (reported | {"ppo_kl": ppo_kl}).items()}
+    reported_loss["ess_ratio"] = ess_ratio_sum
     for name, value in tis_metrics.items():
         reported_loss[name] = sum_of_sample_mean_for_mismatch_metrics(value).detach()
     return loss, reported_loss
 
 
 def sft_loss_function(args, batch, logits: torch.Tensor, sum_of_sample_mean: Callable):
-    scores = get_log_probs_and_entropy(
-        logits,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-    )
+    scores = score(batch, logits)
     loss = -sum_of_sample_mean(torch.cat(scores["log_probs"]))
     return loss, {"loss": loss.clone().detach()}
 
