@@ -157,7 +157,8 @@ def packed_mask_sums(mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     Returns:
         `[B]` int64.
     """
-    running = torch.zeros(mask.numel() + 1, dtype=torch.int64, device=mask.device)
+    running = torch.empty(mask.numel() + 1, dtype=torch.int64, device=mask.device)
+    running[:1] = 0
     torch.cumsum(mask, 0, dtype=torch.int64, out=running[1:])
     ends = lengths.cumsum(0)
     return running[ends] - running[ends - lengths]
@@ -253,7 +254,8 @@ class _Weights:
             return self._kept(values) @ self.weights
         total = self._product_sum(values)
         # 0 * NaN is NaN; values are nearly always finite, so that is looked for in the sum alone.
-        return total if math.isfinite(total.sum()) else self._product_sum(self._kept(values))
+        is_finite = math.isfinite(total if total.dim() == 0 else total.sum())
+        return total if is_finite else self._product_sum(self._kept(values))
 
     def _product_sum(self, values: torch.Tensor) -> torch.Tensor:
         # Pairwise, which a dot product on the CPU is not; its error is that of a sum over each sample.
@@ -281,9 +283,10 @@ def _weighted_sum(mask: torch.Tensor, lengths: torch.Tensor, row_weights: torch.
     """Build x -> sum of `[T]` values times their mask and their row's weight (`[B]` float64, positive; None is 1)."""
 
     @functools.cache
-    def weights_in(dtype: torch.dtype, device: torch.device) -> _Weights:
+    def weights_for(dtype: torch.dtype, device: torch.device) -> _Weights:
         rows = None if row_weights is None else row_weights.to(device)
-        return _Weights.of(mask.to(device, dtype), rows, lengths.to(device))
+        wide = torch.promote_types(dtype, torch.float32)
+        return _Weights.of(mask.to(device, wide), rows, lengths.to(device))
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
         if values.shape[-1:] != mask.shape or values.dim() > 2:
@@ -291,7 +294,7 @@ def _weighted_sum(mask: torch.Tensor, lengths: torch.Tensor, row_weights: torch.
                 f"a reducer over {mask.numel()} response tokens of {lengths.numel()} rows needs values of shape "
                 f"{tuple(mask.shape)}, got {tuple(values.shape)}"
             )
-        weights = weights_in(torch.promote_types(values.dtype, torch.float32), values.device)
+        weights = weights_for(values.dtype, values.device)
         return _WeightedSum.apply(values, weights) if values.requires_grad else weights.sum(values)
 
     return taking_stacks(reduce)
