@@ -64,15 +64,14 @@ def _name(responses: Responses, row: int) -> int:
 
 
 def gather_masks(args: Namespace, responses: Responses, local_masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Put rows `[T_i]` of all context-parallel ranks together: B whole-response masks, int64."""
+    """Put rows `[T_i]` of all context-parallel ranks together, a byte a token: B whole-response masks, int64."""
     batch = responses.batch
-    return gather_responses_with_cp(
-        [mask.to(torch.int64) for mask in local_masks],
-        batch["total_lengths"],
-        batch["response_lengths"],
-        args.qkv_format,
-        batch.get("max_seq_lens"),
+    lengths = batch["response_lengths"]
+    local_rows = list(concat(local_masks).to(torch.uint8).split([mask.numel() for mask in local_masks]))
+    rows = gather_responses_with_cp(
+        local_rows, batch["total_lengths"], lengths, args.qkv_format, batch.get("max_seq_lens")
     )
+    return list(concat(rows).to(torch.int64).split(list(lengths)))
 
 
 def refuse_other_masks(
