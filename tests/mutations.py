@@ -9,6 +9,9 @@ FSDP = "tests/fast/testing/test_fsdp_invariance.py::test_every_mode_and_loss"
 MEGATRON = "tests/fast/testing/test_megatron_invariance.py::test_every_mode_and_loss"
 FSDP_CHANGED = "tests/fast/testing/test_fsdp_invariance.py::test_changed_masks_and_weights"
 MEGATRON_CHANGED = "tests/fast/testing/test_megatron_invariance.py::test_changed_masks_and_weights"
+STEP_FACTS = tuple(
+    f"tests/fast/backends/training_utils/test_{name}.py" for name in ("step_weights", "described_steps")
+)
 CHANGED = ("tests/fast/backends/training_utils/test_changed_masks.py", f"{FSDP_CHANGED}[2]")
 
 
@@ -251,6 +254,34 @@ MUTANTS = [
         '    rollout_counts = torch.as_tensor(rollout_data.get("rollout_counts", [1] * num_rows)).cpu()',
         "    rollout_counts = torch.ones(num_rows)",
         CHANGED,
+    ),
+    Mutant(
+        "weights of this rank's tokens",
+        f"{LAYER}/step_weights.py",
+        "    return get_parallel_state().cp.all_reduce(torch.cat(parts)).cpu()",
+        "    return torch.cat(parts).cpu()",
+        STEP_FACTS,
+    ),
+    Mutant(
+        "weights of this rank's rows of a rollout",
+        f"{LAYER}/step_weights.py",
+        "get_parallel_state().intra_dp.all_reduce(sum_by(rows, by_rollout, num_samples)).cpu()",
+        "sum_by(rows, by_rollout, num_samples)",
+        (f"{FSDP_CHANGED}[2]",),
+    ),
+    Mutant(
+        "weights of rejected tokens",
+        f"{LAYER}/step_weights.py",
+        'masks = batch.get("kept_masks", batch["loss_masks"])',
+        'masks = batch["loss_masks"]',
+        STEP_FACTS,
+    ),
+    Mutant(
+        "quarters of the rollout",
+        "miles/ray/rollout/dp_split.py",
+        "    add_step_columns(columns, steps)",
+        '    add_step_columns(columns, [range(len(data["tokens"]))])',
+        STEP_FACTS,
     ),
 ]
 APPENDED = {

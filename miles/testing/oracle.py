@@ -26,6 +26,7 @@ from miles.testing.averages import (
     rollout_keys,
 )
 from miles.testing.step import SKIPPED_VALUE, VOCAB_SIZE, Cut, Outcome, Row, Scores, Step
+from miles.testing.step_facts import step_facts
 from miles.testing.token_values import (
     ALL_TOKENS,
     ALL_TOKENS_BY_MODE,
@@ -50,9 +51,12 @@ def expected_outcome(step: Step) -> Outcome:
     rows = [row_terms(args, step, row, score) for row, score in zip(step.rows, scores, strict=True)]
     kept = [row.kept for row in rows]
     if step.mode == "token_mean" and not main_weighing(args, step.rows, kept).total:
-        return Outcome(SKIPPED_VALUE, {}, {"skipped_steps": 1.0, **rollout_metrics})
+        facts = step_facts(args, step, kept, lambda columns: 0.0)
+        return Outcome(SKIPPED_VALUE, {}, {"skipped_steps": 1.0, **facts, **rollout_metrics})
     # Without an active token the gradient is zero, and still there.
     loss = sum((0.0 * score.logits.sum() for score in scores), torch.zeros((), dtype=torch.float64))
+    main_term = MAIN_TERM if step.loss == "policy" else DEFAULT_LOSS
+    facts = step_facts(args, step, kept, lambda columns: _average(args, step, columns, main_term, kept).item())
     metrics = {}
     for name, first in rows[0].terms.items():
         average = _average(args, step, [row.terms[name].values for row in rows], first.average, kept)
@@ -63,7 +67,7 @@ def expected_outcome(step: Step) -> Outcome:
     loss.backward()
     gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
     metrics["grad_norm"] = math.sqrt(sum(part.square().sum().item() for part in gradient.values()))
-    return Outcome(loss.item(), gradient, metrics | rollout_metrics)
+    return Outcome(loss.item(), gradient, metrics | facts | rollout_metrics)
 
 
 def _average(args: Namespace, step: Step, columns: Sequence[Tensor], average: str, kept: Masks) -> Tensor:

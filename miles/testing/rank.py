@@ -60,12 +60,13 @@ def run_step(actor: TrainActor, shard: dict[str, Any]) -> dict[str, float]:
     compute_advantages_and_returns(args, data)
     data.update(given)
     prepare_loss_terms(args, data, iterators, num_microbatches)
+    described = actor._describe_steps(data, iterators, num_microbatches)
     rollout_metrics = actor._sync_metrics(log_rollout_data(0, args, data))
-    if is_left_empty(args, actor._count_step(iterators[0])):
-        return {"skipped_steps": 1.0, **rollout_metrics}
-    (total,) = num_microbatches
+    (facts,), (total,) = described, num_microbatches
+    if is_left_empty(args, facts):
+        return {"skipped_steps": 1.0, **facts, **rollout_metrics}
     metrics, grad_norm = actor._compute_gradients(iterators, total)
-    return {**metrics, "grad_norm": grad_norm, **rollout_metrics}
+    return {**metrics, **facts, "grad_norm": grad_norm, **rollout_metrics}
 
 
 def _local_rows(data: dict[str, Any], column: Sequence[Sequence[float]]) -> list[torch.Tensor]:

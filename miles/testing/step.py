@@ -254,7 +254,7 @@ class Outcome:
         value: The loss, `SKIPPED_VALUE` where the step was skipped.
         gradient: d value / d parameter by name, in the shapes of the package's `GPT`, float64; empty where skipped.
         metrics: Every logged number by name: those of the step, "grad_norm", and the rollout's as "rollout/..."; of a
-            skipped step "skipped_steps" and the rollout's.
+            skipped step "skipped_steps", what is said of its data, and the rollout's.
     """
 
     value: float

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miles.ray.rollout.dp_split import add_ordinals
+from miles.ray.rollout.step_columns import add_step_columns
 from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
 from miles.testing.averages import rollout_keys
 from miles.testing.step import VOCAB_SIZE, CustomLoss, Cut, Step
@@ -80,6 +81,7 @@ def make_shards(args: Namespace, step: Step, cut: Cut) -> list[dict[str, Any]]:
         if None not in column:
             data[name] = column
     add_ordinals(data)
+    add_step_columns(data, [range(len(step.rows))])
     return [
         {**{key: [column[row] for row in rows] for key, column in data.items()}, "step_row_counts": [len(rows)]}
         for rows in cut.rows_by_rank(len(step.rows))

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from miles.utils.errors import UserError
+from miles.utils.errors import RankError, UserError
 
 T = TypeVar("T")
 
@@ -50,3 +50,15 @@ def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
             is_user_error, described, message = report
             raise UserError(message) if is_user_error else RuntimeError(f"rank {rank} failed: {described}")
     return result
+
+
+def on_this_rank(function: Callable[..., T], *args: Any) -> T:
+    """Return `function(*args)`, which may run collectives, where a plug-in's mistake may be this rank's alone.
+
+    Raises:
+        RankError: `function` raised a UserError.
+    """
+    try:
+        return function(*args)
+    except UserError as error:
+        raise RankError(str(error)) from error

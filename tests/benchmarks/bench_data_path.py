@@ -30,12 +30,14 @@ from miles.training_loop import check_rows_fit_model
 from miles.utils.number_lists import flat_tensor, smallest_and_largest
 from miles.utils.seqlen_balancing import get_seqlen_balanced_partitions, pack_by_token_budget
 from miles.utils.types import Sample
-from tests.benchmarks.common import interleaved, parser, report, time_rows
+from tests.benchmarks.common import interleaved, parser, positive, report, time_rows
 from tests.fast.backends.training_utils.layout import mode_namespace
 from tests.fast.length_mix import LARGEST_TOKEN, SAMPLES_PER_PROMPT, length_mix, mixed_samples
 
 NUM_RANKS = 64
 MAX_TOKENS = 16_384
+STEP_UNIT = NUM_RANKS * SAMPLES_PER_PROMPT
+"""Prompt groups stay whole, and every rank gets equally many."""
 
 
 def stages(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
@@ -172,22 +174,25 @@ def schedule_rows(rounds: int) -> list[dict]:
 
 def main() -> None:
     """Print the stages, what changed, and the growth of balancing and packing."""
-    options = parser(__doc__.split("`")[0], rounds=3)
-    options.add_argument("--samples", type=int, default=16_384, help="samples of the stages (default: 16384)")
-    options.add_argument("--longest", type=int, default=8192, help="tokens of the longest sample (default: 8192)")
+    options = parser(__doc__, rounds=3)
+    help_text = f"samples of the stages, a multiple of {4 * STEP_UNIT} (default: 16384)"
+    options.add_argument("--samples", type=positive, default=16_384, help=help_text)
+    options.add_argument("--longest", type=positive, default=8192, help="tokens of the longest sample (default: 8192)")
     args = options.parse_args()
+    if args.samples % (4 * STEP_UNIT):
+        options.error(f"--samples must be a multiple of {4 * STEP_UNIT}, got {args.samples}")
     torch.set_num_threads(args.threads)
     set_parallel_state(ParallelState())
     samples = mixed_samples(args.samples, longest=args.longest)
     num_tokens = sum(len(sample.tokens) for sample in samples)
     sizes = {
         "all": samples,
-        "a quarter of the samples": samples[: max(args.samples // 4, SAMPLES_PER_PROMPT)],
-        "of the tokens": mixed_samples(args.samples, longest=args.longest // 4),
+        "a quarter of the samples": samples[: args.samples // 4],
+        "a quarter of the length": mixed_samples(args.samples, longest=max(args.longest // 4, 1)),
     }
     tables = {
-        f"stages, {args.samples} samples, {num_tokens / 1e6:.1f}M tokens": stage_rows(sizes, args.rounds),
-        "what changed": comparison_rows(samples[: max(args.samples // 16, 1)], args.rounds),
+        f"stages, {args.samples} samples, {num_tokens / 1e6:.1f}M tokens, CPU seconds": stage_rows(sizes, args.rounds),
+        "what changed": comparison_rows(samples[: args.samples // 16], args.rounds),
         f"balance over {NUM_RANKS} ranks, pack into {MAX_TOKENS} tokens": schedule_rows(args.rounds),
     }
     report("data path", tables, args.json)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from miles.backends.training_utils.loss_hub.token_scores import score_tokens
 from miles.backends.training_utils.parallel import SINGLE, GroupInfo
-from tests.benchmarks.common import PeakStorage, interleaved, parser, report, time_rows
+from tests.benchmarks.common import PeakStorage, interleaved, parser, positive, report, time_rows
 
 Scores = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -59,15 +60,11 @@ def inputs(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.
 def memory(num_tokens: int, vocab_size: int, dtype: torch.dtype) -> list[dict]:
     """Return each competitor's peak beside the logits, in units of the logits."""
     logits, targets = inputs(num_tokens, vocab_size, dtype)
-    size = logits.untyped_storage().nbytes()
-    rows = []
-    for name, scores in COMPETITORS.items():
-        logits.grad = None
-        with PeakStorage(logits, targets) as storage:
-            forward_and_backward(scores, logits, targets)
-        rows.append({"competitor": name, "logits MiB": size >> 20, "peak MiB": storage.peak >> 20})
-        rows[-1]["peak / logits"] = storage.peak / size
-    return rows
+    size = logits.untyped_storage().nbytes() >> 20
+    return [
+        {"competitor": name, "logits MiB": size, "peak / logits": _peak(scores, logits, targets)}
+        for name, scores in COMPETITORS.items()
+    ]
 
 
 def times(num_tokens: int, vocab_size: int, dtype: torch.dtype, rounds: int, clock: str) -> list[dict]:
@@ -80,62 +77,104 @@ def times(num_tokens: int, vocab_size: int, dtype: torch.dtype, rounds: int, clo
     return time_rows(interleaved(competitors, rounds, clock), ours="ours", tokens=num_tokens, vocabulary=vocab_size)
 
 
-def _share(rank: int, world_size: int, directory: str, shape: tuple[int, int], rounds: int) -> None:
+class PlainShare(torch.autograd.Function):
+    """Log-probs of a split vocabulary as trainers take them: the share's softmax in float32, whole, and kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, tp: GroupInfo) -> torch.Tensor:
+        shifted = logits.float()
+        shifted = shifted - tp.all_reduce(shifted.amax(-1), op=dist.ReduceOp.MAX).unsqueeze(-1)
+        columns = targets - tp.rank * logits.size(-1)
+        is_local = (columns >= 0) & (columns < logits.size(-1))
+        columns = torch.where(is_local, columns, 0).unsqueeze(-1)
+        chosen = tp.all_reduce(torch.where(is_local, shifted.gather(-1, columns).squeeze(-1), 0))
+        softmax = shifted.exp_()
+        total = tp.all_reduce(softmax.sum(-1))
+        ctx.save_for_backward(softmax.div_(total.unsqueeze(-1)), columns, is_local)
+        ctx.dtype = logits.dtype
+        return chosen - total.log()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        softmax, columns, is_local = ctx.saved_tensors
+        result = softmax.mul_(-grad.unsqueeze(-1))
+        result.scatter_add_(-1, columns, (grad * is_local).unsqueeze(-1))
+        return result.to(ctx.dtype), None, None
+
+
+def _share(
+    rank: int, world_size: int, directory: str, shape: tuple[int, int], dtype: torch.dtype, rounds: int
+) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     tp = GroupInfo(rank, world_size, dist.group.WORLD)
-    whole, targets = inputs(*shape, torch.float32)
+    whole, targets = inputs(*shape, dtype)
     share = whole.detach().chunk(world_size, dim=-1)[rank].clone().requires_grad_()
     del whole
-    seconds = []
+    competitors: dict[str, Scores] = {
+        "ours": lambda *tensors: ours(*tensors, tp),
+        "plain, no entropy": _plain_share(tp),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in competitors}
     for _ in range(rounds + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        forward_and_backward(lambda *tensors: ours(*tensors, tp), share, targets)
-        seconds.append(time.perf_counter() - start)
-    share.grad = None
-    with PeakStorage(share, targets) as storage:
-        forward_and_backward(lambda *tensors: ours(*tensors, tp), share, targets)
-    torch.save(
-        [sorted(seconds[1:])[rounds // 2], storage.peak / share.untyped_storage().nbytes()], f"{directory}/{rank}"
-    )
+        for name, scores in competitors.items():
+            dist.barrier()
+            start = time.perf_counter()
+            forward_and_backward(scores, share, targets)
+            seconds[name].append(time.perf_counter() - start)
+    peaks = {name: _peak(scores, share, targets) for name, scores in competitors.items()}
+    torch.save([{name: turns[1:] for name, turns in seconds.items()}, peaks], f"{directory}/{rank}")
     dist.destroy_process_group()
 
 
-def vocabulary_parallel(num_tokens: int, vocab_size: int, rounds: int, world_size: int = 2) -> list[dict]:
-    """Time and measure each rank's part of a split vocabulary."""
+def _plain_share(tp: GroupInfo) -> Scores:
+    def scores(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = PlainShare.apply(logits, targets, tp)
+        return log_probs, log_probs.detach()
+
+    return scores
+
+
+def _peak(scores: Scores, logits: torch.Tensor, targets: torch.Tensor) -> float:
+    """Return the peak beside the logits, in units of the logits."""
+    logits.grad = None
+    with PeakStorage(logits, targets) as storage:
+        forward_and_backward(scores, logits, targets)
+    return storage.peak / logits.untyped_storage().nbytes()
+
+
+def vocabulary_parallel(shape: tuple[int, int], dtype: torch.dtype, rounds: int, world_size: int = 2) -> list[dict]:
+    """Time and measure each rank's part of a split vocabulary, on one thread."""
     with tempfile.TemporaryDirectory() as directory:
-        arguments = (world_size, directory, (num_tokens, vocab_size), rounds)
+        arguments = (world_size, directory, shape, dtype, rounds)
         torch.multiprocessing.start_processes(_share, arguments, nprocs=world_size, start_method="fork")
         found = [torch.load(f"{directory}/{rank}") for rank in range(world_size)]
     return [
-        {
-            "rank": rank,
-            "tokens": num_tokens,
-            "vocabulary": vocab_size,
-            "median ms": seconds * 1e3,
-            "peak / share": peak,
-        }
-        for rank, (seconds, peak) in enumerate(found)
+        {**row, "peak / share": peaks[row["competitor"]]}
+        for rank, (seconds, peaks) in enumerate(found)
+        for row in time_rows(seconds, ours="ours", rank=rank, tokens=shape[0], vocabulary=shape[1])
     ]
 
 
 def main() -> None:
     """Print memory and times."""
-    options = parser(__doc__.split("`")[0], rounds=3)
-    options.add_argument("--tokens", type=int, default=8192, help="scored tokens (default: 8192)")
-    options.add_argument("--vocabulary", type=int, default=32768, help="size of the vocabulary (default: 32768)")
+    options = parser(__doc__, rounds=3, has_clock=True)
+    options.add_argument("--tokens", type=positive, default=8192, help="scored tokens (default: 8192)")
+    help_text = "size of the vocabulary, which two processes halve (default: 32768)"
+    options.add_argument("--vocabulary", type=positive, default=32768, help=help_text)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the logits")
     args = options.parse_args()
+    if args.vocabulary % 2:
+        options.error(f"--vocabulary must be even, got {args.vocabulary}")
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
-    eighth = max(args.tokens // 8, 1)
-    split = vocabulary_parallel(eighth, args.vocabulary, args.rounds)  # before this process starts threads
+    eighth = max(args.tokens // 8, 1), args.vocabulary
+    split = vocabulary_parallel(eighth, dtype, args.rounds)  # before this process starts threads
     tables = {
         "peak memory beside the logits": memory(args.tokens, args.vocabulary, dtype),
         "time": times(args.tokens, args.vocabulary, dtype, args.rounds, args.clock),
-        "vocabulary over two processes": split,
+        "vocabulary over two processes of one thread, wall clock": split,
     }
     report("log_probs", tables, args.json)
 

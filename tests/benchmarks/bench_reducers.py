@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from miles.backends.training_utils.cp_utils import get_sum_of_sample_mean
 from miles.backends.training_utils.parallel import ParallelState, set_parallel_state
-from tests.benchmarks.common import interleaved, parser, report, time_rows
+from tests.benchmarks.common import interleaved, parser, positive, report, time_rows
 
 NUM_METRICS = 8
 SIZES = ((8, 4096), (64, 1024), (512, 512))
@@ -166,8 +166,8 @@ def errors(num_rows: int, longest: int, batches: int) -> list[dict]:
 
 def main() -> None:
     """Print times and errors of all sizes."""
-    options = parser(__doc__.split("`")[0], rounds=7)
-    options.add_argument("--batches", type=int, default=100, help="random batches of the error (default: 100)")
+    options = parser(__doc__, rounds=7, has_clock=True)
+    options.add_argument("--batches", type=positive, default=100, help="random batches of the error (default: 100)")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     set_parallel_state(ParallelState())

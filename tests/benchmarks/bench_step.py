@@ -1,10 +1,10 @@
 """How much of an FSDP2 training step is loss aggregation. `python -m tests.benchmarks.bench_step`.
 
 The built-in model on the CPU, policy loss, micro-batches of up to 8k tokens, rows as long as real answers. Aggregation
-is all that is neither the model, nor log-probs and entropies, nor the optimizer: the step's counts and totals,
-advantages, masks, the policy loss's terms over tokens and their reducers, forward and backward, and the metrics. What
-it costs before the step (counts, advantages, the rollout's log) is in its share, and the old policy's log-probs are in
-the step.
+is all that is neither the model, nor log-probs and entropies, nor the optimizer: the step's counts and totals, what
+its samples weigh, advantages, masks, the policy loss's terms over tokens and their reducers, forward and backward, and
+the metrics. What it costs before the step (counts, advantages, the rollout's log) is in its share, and the old
+policy's log-probs are in the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from miles.backends.training_utils import data, train_actor
 from miles.backends.training_utils.loss_hub import losses
 from miles.training_loop import make_shard
 from miles.utils.arguments import parse_args
-from tests.benchmarks.common import parser, report
+from tests.benchmarks.common import parser, positive, report
 from tests.fast.length_mix import SAMPLES_PER_PROMPT, mixed_samples
 
 VOCAB_SIZE = 4096
@@ -35,6 +35,7 @@ OF_THE_STEP = {
     "counts": (data, "get_step_counts"),
     "advantages": (train_actor, "compute_advantages_and_returns"),
     "totals of terms": (train_actor, "prepare_loss_terms"),
+    "what samples weigh": (train_actor, "describe_steps"),
     "rollout log": (train_actor, "log_rollout_data"),
     "metrics": (actor_room, "aggregate_train_losses"),
 }
@@ -150,9 +151,12 @@ def rows_of(mode: str, num_samples: int, rounds: int) -> list[dict]:
 
 def main() -> None:
     """Print the parts of a step under two modes."""
-    options = parser(__doc__.split("`")[0], rounds=3)
-    options.add_argument("--samples", type=int, default=64, help="samples of the step (default: 64, 34k tokens)")
+    options = parser(__doc__, rounds=3)
+    help_text = f"samples of the step, a multiple of {SAMPLES_PER_PROMPT} (default: 64, 34k tokens)"
+    options.add_argument("--samples", type=positive, default=64, help=help_text)
     args = options.parse_args()
+    if args.samples % SAMPLES_PER_PROMPT:
+        options.error(f"--samples must be a multiple of {SAMPLES_PER_PROMPT}, got {args.samples}")
     torch.set_num_threads(args.threads)
     tables = {f"{mode}": rows_of(mode, args.samples, args.rounds) for mode in ("sample_mean", "token_mean")}
     report(f"step of {args.samples} samples in micro-batches of up to {MAX_TOKENS} tokens", tables, args.json)

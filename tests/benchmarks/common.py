@@ -26,15 +26,37 @@ TURN_SECONDS = 0.01
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def parser(description: str, *, rounds: int) -> argparse.ArgumentParser:
-    """Return the options of every benchmark."""
-    options = argparse.ArgumentParser(description=description)
-    options.add_argument("--threads", type=int, default=2, help="threads of torch (default: 2)")
-    options.add_argument("--rounds", type=int, default=rounds, help=f"turns of each competitor (default: {rounds})")
-    options.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="cpu, with one thread: what a busy machine does not distort"
-    )
-    options.add_argument("--json", metavar="FILE", help="also write the results to this file")
+def positive(text: str) -> int:
+    """Read a count from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _new_file(text: str) -> str:
+    """Read a file's name, before hours of work are lost for want of a folder."""
+    folder = os.path.dirname(text) or "."
+    if os.path.isdir(text) or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that can be written, got {text!r}")
+    return text
+
+
+def parser(docstring: str, *, rounds: int | None = None, has_clock: bool = False) -> argparse.ArgumentParser:
+    """Return the options of a benchmark.
+
+    Args:
+        docstring: The module's; what stands before its command describes it.
+        rounds: Turns of each competitor by default; None where there are no turns.
+        has_clock: Whether the clock of its times may be chosen.
+    """
+    options = argparse.ArgumentParser(description=docstring.split("`")[0])
+    options.add_argument("--threads", type=positive, default=2, help="threads of torch (default: 2)")
+    if rounds is not None:
+        options.add_argument("--rounds", type=positive, default=rounds, help=f"turns of each (default: {rounds})")
+    if has_clock:
+        help_text = "cpu, with one thread: what a busy machine does not distort"
+        options.add_argument("--clock", choices=CLOCKS, default="wall", help=help_text)
+    options.add_argument("--json", type=_new_file, metavar="FILE", help="also write the results to this file")
     return options
 
 

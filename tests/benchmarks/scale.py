@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.common import parser, report
+from tests.benchmarks.common import parser, positive, report
 from tests.fast.backends.training_utils.meetings import World
 from tests.fast.backends.training_utils.scaled_run import Result, Setting, run_huge_counts, run_step
 from tests.fast.backends.training_utils.scaled_step import MODES, Oracle, ragged_lengths
@@ -27,10 +27,12 @@ COLLECTIVES = {
     "schedule, dp 1": "counts",
     "schedule, cp 0": "kept masks",
     "schedule, dp 2": "term totals",
+    "facts, cp 0": "weights of rows",
+    "facts, dp 0": "what samples weigh",
     "metrics, dp_cp 0": "each metric",
 }
 """What the collectives of one rollout of one step carry, by axis and turn. Only rejection has masks to put together;
-only rejection, weights and reducers with context have totals of their own."""
+only rejection, weights and reducers with context have totals of their own; only context parallelism adds up rows."""
 
 GROWTH = {
     "base": {},
@@ -49,17 +51,15 @@ def exactness_rows(result: Result, oracle: Oracle, **fields: Any) -> list[dict]:
     for mode in MODES:
         expected, budget = oracle.value(mode), ROUNDING * result.sizes[mode]
         gradient = oracle.value(mode, of_ones=True)
-        row = {
-            **fields,
-            "mode": mode,
-            "value": f"{result.values[mode]:.9g}",
-            "oracle": f"{expected:.9g}",
+        errors = {
             "error / rounding": abs(result.values[mode] - expected) / budget,
             "metric's": abs(result.metrics[mode] - expected) / budget,
             "gradient's": abs(result.gradient_sums[mode] - gradient) / (ROUNDING * gradient),
+            "gradient's by token": abs(result.gradient_products[mode] - expected) / budget,
         }
-        assert max(row["error / rounding"], row["metric's"], row["gradient's"]) <= 1, row
-        rows.append(row)
+        assert max(errors.values()) <= 1, (mode, errors)
+        value = {"value": f"{result.values[mode]:.9g}", "oracle": f"{expected:.9g}"}
+        rows.append({**fields, "mode": mode, **value, **errors})
     return rows
 
 
@@ -72,6 +72,8 @@ def run(dp_size: int, cp_size: int, num_rows: int, longest: int, *, max_tokens: 
     (counts,), (term_tokens,) = result.counts, result.term_tokens
     assert (counts.num_samples, counts.num_prompts) == (num_rows, -(-num_rows // 4))
     assert counts.num_tokens == int(oracle.mask_sums.sum()) and term_tokens == oracle.counted2.sum() / 2
+    for fact, expected in oracle.prompt_mean_facts(lengths).items():
+        assert abs(result.facts[fact] - expected) <= 1e-12 * expected, fact
     name = "rejected and weighted" if changed else "plain"
     return result, oracle, {"step": name, "active tokens": counts.num_tokens, "counted": term_tokens}
 
@@ -107,7 +109,6 @@ def huge_rows(num_ranks: int) -> list[dict]:
         {
             "ranks": num_ranks,
             "active tokens": counts.num_tokens,
-            "exact": counts.num_tokens == expected,
             "over 2^31": counts.num_tokens > 2**31,
             "mean of ones": metric,
             "bytes of counts": payload["schedule, dp 0"],
@@ -118,9 +119,9 @@ def huge_rows(num_ranks: int) -> list[dict]:
 
 def main() -> None:
     """Run the step plain and with rejection and weights, smaller ones of other sizes, and the huge counts."""
-    options = parser(__doc__.split("`")[0], rounds=1)
+    options = parser(__doc__)
     for name, default in (("dp", 1024), ("cp", 8), ("samples", 16_384), ("longest", 32_768), ("max-tokens", 16_384)):
-        options.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+        options.add_argument(f"--{name}", type=positive, default=default, help=f"default: {default}")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     exactness, seconds, payload = [], [], []

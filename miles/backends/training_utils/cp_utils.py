@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed.nn.functional as dist_nn
 
-from miles.backends.training_utils.loss_aggregation import concat, make_packed_reducer, packed_mask_sums
+from miles.backends.training_utils.loss_aggregation import concat, make_packed_reducer, packed_mask_sums, send
 from miles.backends.training_utils.parallel import get_parallel_state
 
 Range = tuple[int, int]
@@ -182,8 +182,8 @@ def _local_shares(
 def _keep_shares(packed: torch.Tensor, shares: np.ndarray) -> tuple[torch.Tensor, list[int]]:
     """Cut B packed responses to this rank's tokens, in one gather; return them and their B lengths T_i."""
     here = np.resize([False, True, False, True, False], shares.size)
-    index = torch.from_numpy(np.flatnonzero(np.repeat(here, shares.ravel())))
-    return packed.index_select(0, index.to(packed.device)), (shares[:, 1] + shares[:, 3]).tolist()
+    index = send(np.flatnonzero(np.repeat(here, shares.ravel())), packed.device)
+    return packed.index_select(0, index), (shares[:, 1] + shares[:, 3]).tolist()
 
 
 def gather_responses_with_cp(
@@ -267,7 +267,7 @@ def get_sum_of_sample_mean(
     _check_rows(total_lengths, response_lengths, loss_masks)
     shares = _local_shares(total_lengths, response_lengths, qkv_format, max_seq_lens)
     mask = concat(loss_masks)
-    lengths = torch.tensor(response_lengths, dtype=torch.int64, device=mask.device)
+    lengths = send(response_lengths, mask.device, dtype=torch.int64)
     if calculate_per_token_loss:
         denominators = 1
     elif constant_divisor is not None:
@@ -278,7 +278,7 @@ def get_sum_of_sample_mean(
         denominators = packed_mask_sums(mask, lengths)
     if shares is not None:
         mask, local_lengths = _keep_shares(mask, shares)
-        lengths = torch.tensor(local_lengths, dtype=torch.int64, device=mask.device)
+        lengths = send(local_lengths, mask.device, dtype=torch.int64)
     return make_packed_reducer(mask, lengths, denominators=denominators)
 
 
@@ -290,4 +290,4 @@ def as_row_tensor(
         return values.to(like[0].device) if like else values
     if values and isinstance(values[0], torch.Tensor):
         return torch.stack([value.reshape(()) for value in values])
-    return torch.tensor(list(values), device=like[0].device if like else None)
+    return send(list(values), like[0].device if like else torch.device("cpu"))

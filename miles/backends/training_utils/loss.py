@@ -106,7 +106,7 @@ def loss_function(
     """
     per_token = LossAggregation.of(args) is LossAggregation.TOKEN_MEAN
     term = LossTerm.of(args, batch)
-    reducer = _default_reducer(args, batch, term, per_token=per_token)
+    reducer = default_reducer(args, batch, term)
     loss, metrics = _checked_loss(args, get_loss_function(args)(args, batch, logits, reducer))
     if args.loss_type == "custom_loss" or not loss.requires_grad:
         # Every micro-batch has to reach every parameter, or the other ranks wait for its gradients. A sum over no
@@ -133,10 +133,16 @@ def _checked_loss(args: Namespace, result: Any) -> tuple[torch.Tensor, Mapping[s
     return result[0].reshape(()), result[1]
 
 
-def _default_reducer(args: Namespace, batch: RolloutBatch, term: LossTerm, *, per_token: bool) -> Reducer:
-    """Build the reducer that a loss gets, weighted: the token sum, or the sample mean (over rollouts)."""
+def default_reducer(args: Namespace, batch: RolloutBatch, term: LossTerm) -> Reducer:
+    """Build the reducer that a loss gets: under `token_mean` the token sum, else the sample mean (over rollouts).
+
+    Args:
+        args: Reads the mode and `qkv_format`.
+        batch: Micro-batch, of whose "loss_masks" every active token is summed.
+        term: The micro-batch's main term, whose loss weights, if any, multiply the values.
+    """
     masks = batch["loss_masks"]
-    if per_token:
+    if LossAggregation.of(args) is LossAggregation.TOKEN_MEAN:
         return term.weigh(args, batch, token_sum(args, batch, masks))
     divisors = batch.get("rollout_mask_sums") if term.weights is None else term.rollout_totals
     return term.weigh(args, batch, sample_mean(args, batch, masks, divisors))

@@ -24,6 +24,7 @@ This file needs torch and the standard library only, and knows nothing of ranks:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -101,10 +102,9 @@ class StepCounts:
 class MetricDict(dict[str, torch.Tensor]):
     """Scalar metrics of a micro-batch, each a local sum, with the step total that it has to be divided by.
 
-    It is a plain mapping of name to 0-d tensor for whoever only reads the sums. `token_normalized` names the keys that
-    are sums over active tokens (divide by M); `term_normalized` those that are sums over the tokens that the loss's
-    main term counts, which are others where a correction or loss weights changed them. All other keys are sums over
-    samples (divide by N).
+    `token_normalized` names the keys that are sums over active tokens (divide by M); `term_normalized` those over the
+    tokens that the main term counts, which are others where a correction or loss weights changed them. All other
+    keys are sums over samples (divide by N).
     """
 
     def __init__(
@@ -131,8 +131,14 @@ def concat(rows: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def row_lengths(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return T_i, the number of elements of each of B rows, as `[B]` int64 on the rows' device."""
-    device = rows[0].device if rows else None
-    return torch.tensor([row.numel() for row in rows], dtype=torch.int64, device=device)
+    device = rows[0].device if rows else torch.device("cpu")
+    return send([row.numel() for row in rows], device, dtype=torch.int64)
+
+
+def send(values: Any, device: torch.device, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a list's or a CPU array's values as a tensor on a device, without waiting for what that is doing."""
+    on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def mask_sums(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -148,15 +154,7 @@ def mask_sums(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def packed_mask_sums(mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return `mask_sums` of rows that lie one after another.
-
-    Args:
-        mask: `[T]`, any dtype, values 0 and 1.
-        lengths: `[B]` int64, T_i.
-
-    Returns:
-        `[B]` int64.
-    """
+    """Return `mask_sums` of rows that lie one after another: a `[T]` mask, `[B]` int64 lengths T_i."""
     running = torch.empty(mask.numel() + 1, dtype=torch.int64, device=mask.device)
     running[:1] = 0
     torch.cumsum(mask, 0, dtype=torch.int64, out=running[1:])
@@ -229,15 +227,10 @@ def taking_stacks(reducer: Reducer) -> Reducer:
 
 @dataclass(frozen=True)
 class _Weights:
-    """What a reducer needs in one dtype, on one device, `[T]` each.
-
-    Attributes:
-        weights: m_it / d_i.
-        products: Scratch. Fresh memory for each metric would cost more than the arithmetic.
-    """
+    """What a reducer needs in one dtype, on one device: m_it / d_i `[T]`, and scratch memory of that size."""
 
     weights: torch.Tensor
-    products: torch.Tensor
+    products: torch.Tensor  # fresh memory for each metric would cost more than the arithmetic
 
     @classmethod
     def of(cls, mask: torch.Tensor, row_weights: torch.Tensor | None, lengths: torch.Tensor) -> _Weights:
@@ -251,7 +244,8 @@ class _Weights:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return sum_t w_t x_t of `[T]` or `[K, T]` values, without what stands at masked positions."""
         if values.device.type not in DEVICES_WITHOUT_WAIT:
-            return self._kept(values) @ self.weights
+            with _without_autocast(values.device.type):
+                return self._kept(values) @ self.weights
         total = self._product_sum(values)
         # 0 * NaN is NaN; values are nearly always finite, so that is looked for in the sum alone.
         is_finite = math.isfinite(total if total.dim() == 0 else total.sum())
@@ -264,6 +258,12 @@ class _Weights:
 
     def _kept(self, values: torch.Tensor) -> torch.Tensor:
         return torch.where(self.weights != 0, values, 0).to(self.weights.dtype)
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Keep a product in the dtype of its factors; autocast would take it in bfloat16."""
+    has_autocast = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if has_autocast else contextlib.nullcontext()
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -284,9 +284,10 @@ def _weighted_sum(mask: torch.Tensor, lengths: torch.Tensor, row_weights: torch.
 
     @functools.cache
     def weights_for(dtype: torch.dtype, device: torch.device) -> _Weights:
-        rows = None if row_weights is None else row_weights.to(device)
         wide = torch.promote_types(dtype, torch.float32)
-        return _Weights.of(mask.to(device, wide), rows, lengths.to(device))
+        with torch.inference_mode(False):  # they outlive the first call's inference mode
+            rows = None if row_weights is None else row_weights.to(device)
+            return _Weights.of(mask.to(device, wide), rows, lengths.to(device))
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
         if values.shape[-1:] != mask.shape or values.dim() > 2:

@@ -158,15 +158,15 @@ def _add_totals(
         row_totals.device
     )
     parts = [
-        _scatter(row_totals, step_of_row, len(counts)),
-        _scatter(kept_sums.to(row_totals), step_of_row, len(counts)),
-        _scatter(row_totals, by_rollout, num_rollouts),
-        _scatter(token_sums.to(row_totals), by_rollout, num_rollouts),
-        _scatter(_first_rows(rollout_data).to(row_totals) * step_of_row, by_rollout, num_rollouts),
+        sum_by(row_totals, step_of_row, len(counts)),
+        sum_by(kept_sums.to(row_totals), step_of_row, len(counts)),
+        sum_by(row_totals, by_rollout, num_rollouts),
+        sum_by(token_sums.to(row_totals), by_rollout, num_rollouts),
+        sum_by(first_rows(rollout_data).to(row_totals) * step_of_row, by_rollout, num_rollouts),
     ]
     if by_prompt is not None:
         by_prompt = by_prompt.to(row_totals.device)
-        parts.append(_scatter(row_totals, by_prompt, sum(count.num_prompts for count in counts)))
+        parts.append(sum_by(row_totals, by_prompt, sum(count.num_prompts for count in counts)))
     # One vector: int64, or float64, which holds counts up to 2^53 exactly, where weights count.
     total = get_parallel_state().intra_dp.all_reduce(torch.cat(parts)).to(row_totals.device)
     steps, kept_steps, rollouts, tokens, step_of_rollout, *prompts = total.split([len(part) for part in parts])
@@ -184,11 +184,12 @@ def _add_totals(
     ]
 
 
-def _scatter(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+def sum_by(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+    """Add up `[B]` values with the same index, giving `[size]`."""
     return values.new_zeros(size).index_add(0, index, values)
 
 
-def _first_rows(rollout_data: RolloutBatch) -> torch.Tensor:
+def first_rows(rollout_data: RolloutBatch) -> torch.Tensor:
     """Return 1 for the first row of each rollout, and 0 for the others."""
     counts = rollout_data.get("rollout_counts")
     return torch.ones(len(rollout_data["loss_masks"]), dtype=torch.int64) if counts is None else counts

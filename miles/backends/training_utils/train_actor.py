@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,8 +20,9 @@ from miles.backends.training_utils.loss_hub.logit_processors import get_log_prob
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.process_group import World
 from miles.backends.training_utils.step_totals import is_left_empty, prepare_loss_terms, warn_of_empty_step
-from miles.utils.distributed_utils import all_gather_objects, on_every_rank
-from miles.utils.errors import RankError, UserError
+from miles.backends.training_utils.step_weights import describe_steps
+from miles.utils.distributed_utils import all_gather_objects, on_every_rank, on_this_rank
+from miles.utils.errors import UserError
 from miles.utils.finite_checks import refuse_non_finite_log_probs, refuse_non_finite_step
 from miles.utils.types import RolloutBatch
 
@@ -150,18 +151,18 @@ class TrainActor(abc.ABC):
         refuse_non_finite_log_probs(rollout_id, data)
         compute_advantages_and_returns(self.args, data)
         prepare_loss_terms(self.args, data, iterators, num_microbatches)
+        described = self._describe_steps(data, iterators, num_microbatches)
         rollout_metrics = self._sync_metrics(log_rollout_data(rollout_id, self.args, data))
         _reset(iterators)
-        for step_id, total in enumerate(num_microbatches):
-            counts = self._count_step(iterators[0])
+        for step_id, (total, facts) in enumerate(zip(num_microbatches, described, strict=True)):
             if self.world.rank == 0:
-                warn_of_empty_step(self.args, rollout_id, step_id, counts)
-            if is_left_empty(self.args, counts):
-                step_metrics = self._skip_step(iterators, total)
+                warn_of_empty_step(self.args, rollout_id, step_id, facts)
+            if is_left_empty(self.args, facts):
+                step_metrics = self._skip_step(iterators, total, facts)
             else:
-                loss_dict, grad_norm = self._compute_gradients_or_tell(iterators, total)
+                loss_dict, grad_norm = on_this_rank(self._compute_gradients, iterators, total)
                 refuse_non_finite_step(rollout_id, step_id, loss_dict, grad_norm)
-                extra = {"lr-pg_0": self._step(), **counts}
+                extra = {"lr-pg_0": self._step(), **facts}
                 self.num_steps_done += 1
                 step_metrics = log_train_step(
                     self.args, loss_dict, grad_norm, rollout_id, step_id, len(num_microbatches), extra_metrics=extra
@@ -170,25 +171,22 @@ class TrainActor(abc.ABC):
             step_metrics["train/step"] = self.num_steps_done + self.num_steps_skipped - 1
             yield {**step_metrics, **rollout_metrics}
 
-    def _compute_gradients_or_tell(
-        self, iterators: list[DataIterator], num_microbatches: int
-    ) -> tuple[dict[str, float], float]:
-        try:
-            return self._compute_gradients(iterators, num_microbatches)
-        except UserError as error:
-            raise RankError(str(error)) from error
-
-    def _count_step(self, iterator: DataIterator) -> dict[str, float]:
-        """Return `DataIterator.peek_tokens` of the coming step, on every rank."""
+    def _describe_steps(
+        self, data: RolloutBatch, iterators: list[DataIterator], num_microbatches: list[int]
+    ) -> list[dict[str, float]]:
+        """Return `describe_steps` of the rollout, on every rank."""
+        described = on_this_rank(describe_steps, self.args, data, iterators[0], num_microbatches)
         # Only the last pipeline stage knows what a correction left.
-        return self._sync_metrics(iterator.peek_tokens())
+        return [self._sync_metrics(facts) for facts in described]
 
-    def _skip_step(self, iterators: list[DataIterator], num_microbatches: int) -> dict[str, float]:
+    def _skip_step(
+        self, iterators: list[DataIterator], num_microbatches: int, facts: Mapping[str, float]
+    ) -> dict[str, float]:
         """Leave a step out of which a mean cannot be taken; weights, optimizer and schedule stay as they are."""
         for iterator in iterators:
             iterator.skip(num_microbatches)
         self.num_steps_skipped += 1
-        return {"train/skipped_steps": self.num_steps_skipped}
+        return {"train/skipped_steps": self.num_steps_skipped, **{f"train/{key}": x for key, x in facts.items()}}
 
     def save(self, rollout_id: int) -> Path:
         """Write a checkpoint that continues after `rollout_id`; every rank calls this. Returns its folder."""

@@ -23,7 +23,7 @@ NEEDED_COLUMNS = ("response_lengths", "loss_masks", "rewards")
 COUNT_COLUMNS = ("rollout_counts", "rollout_mask_sums", "prompt_counts", "prompt_mask_sums")
 """Optional columns of one whole number for each row."""
 
-ID_COLUMNS = tuple(ID_COLUMN_OF.values())
+ID_COLUMNS = (*ID_COLUMN_OF.values(), "sample_group_indices")
 """Optional columns of one hashable identity for each row."""
 
 OTHER_COLUMNS = (
@@ -35,6 +35,7 @@ OTHER_COLUMNS = (
 TRAINING_COLUMNS = (
     *("kept_masks", "row_totals", "rollout_totals", "rollout_token_totals", "prompt_totals"),
     *("step_counts", "term_counts", "num_kept_tokens", "sample_totals", "step_row_counts"),
+    *("length_quarters", "step_prompt_counts"),
 )
 """Names that training gives to columns and facts of its own."""
 
@@ -57,14 +58,23 @@ def validate_train_data(args: Namespace, data: dict[str, Any], *, dp_size: int) 
     """
     check_columns(data)
     _check_rollout_log_probs(args, data)
+    check_prompt_tokens(data)
+    if getattr(args, "prompt_groups", "complete") == "complete":
+        _check_batch_sizes(args, len(set(data.get("rollout_ids", range(len(data["tokens"]))))), dp_size)
+
+
+def check_prompt_tokens(data: dict[str, Any]) -> None:
+    """Check that every row has a token before its response.
+
+    Raises:
+        UserError: naming the first row that has none.
+    """
     for row, (tokens, response_length) in enumerate(zip(data["tokens"], data["response_lengths"], strict=True)):
         if len(tokens) <= response_length:
             raise UserError(
                 f"sample {row} has {len(tokens)} tokens and a response_length of {response_length}; at least one "
                 "prompt token has to come before the response, since a token is predicted from the one before it"
             )
-    if getattr(args, "prompt_groups", "complete") == "complete":
-        _check_batch_sizes(args, len(set(data.get("rollout_ids", range(len(data["tokens"]))))), dp_size)
 
 
 def _check_batch_sizes(args: Namespace, num_rollouts: int, dp_size: int) -> None:
@@ -137,8 +147,8 @@ def check_columns(data: Any) -> None:
             "train data has rollout_counts other than 1 and no rollout_ids, so nothing says which rows are one "
             f"rollout; return rollout_ids from the function of {CUSTOM_CONVERSION} (the counts follow from them)"
         )
-    if all(key in data for key in ID_COLUMNS):
-        check_one_group_each(*(data[key] for key in ID_COLUMNS))
+    if all(key in data for key in ID_COLUMN_OF.values()):
+        check_one_group_each(*(data[key] for key in ID_COLUMN_OF.values()))
 
 
 def _check_rows(data: dict[str, Any]) -> None:

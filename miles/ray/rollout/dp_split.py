@@ -12,6 +12,7 @@ from miles.backends.training_utils.loss_aggregation import LossAggregation
 from miles.backends.training_utils.loss_hub.reducer_context import wants_context
 from miles.ray.rollout.row_ids import rows_by_id
 from miles.ray.rollout.shared_columns import add_ordinals, with_shared_columns
+from miles.ray.rollout.step_columns import add_step_columns
 from miles.ray.rollout.step_cut import fixed_steps, ragged_steps
 from miles.utils.errors import UserError
 from miles.utils.seqlen_balancing import get_seqlen_balanced_partitions
@@ -47,9 +48,9 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
 
     Returns:
         `dp_size` shards with the rows' columns, "partition" (their positions in `data`), "step_row_counts" (rows in
-        each step), the columns of `add_ordinals` and, still for the whole rollout, the `WHOLE_COLUMNS`. Counts and
-        totals that a custom conversion left out beside its ids are filled in; prompt columns that are there for a
-        custom reducer alone are left out where a group lies in two steps.
+        each step), the columns of `add_ordinals` and `add_step_columns` and, still for the whole rollout, the
+        `WHOLE_COLUMNS`. Counts and totals that a custom conversion left out beside its ids are filled in; prompt
+        columns that are there for a custom reducer alone are left out where a group lies in two steps.
 
     Raises:
         UserError: columns of rollouts or groups that are missing, short or inconsistent; with complete groups, one
@@ -68,6 +69,7 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
         steps = ragged_steps(rollouts, rollouts if groups is None else groups, args.global_batch_size)
     else:
         steps = fixed_steps(rollouts, args.global_batch_size)
+    add_step_columns(columns, steps)
     units = rollouts
     if mode is LossAggregation.PROMPT_MEAN and not is_ragged:
         _check_complete_steps(groups, steps, dp_size)

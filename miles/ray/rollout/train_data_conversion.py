@@ -68,7 +68,8 @@ def convert_samples_to_train_data(
         `sample_indices`; `rollout_log_probs` where samples have them; `loss_weights` where a sample has them (ones
         for the others); `rollout_ids`, `rollout_counts` and `rollout_mask_sums` where a rollout has several rows;
         `prompt_group_indices`, `prompt_counts` and `prompt_mask_sums` under `prompt_mean` and, where every sample has
-        a group, with ragged groups and for a custom reducer that wants the step's context.
+        a group, with ragged groups and for a custom reducer that wants the step's context; otherwise, where every
+        sample has one, `sample_group_indices`, for the log alone.
 
     Raises:
         UserError: what a sample holds cannot be trained on; the message names the sample. What a custom conversion
@@ -124,6 +125,8 @@ def _id_columns(args: Namespace, samples: Sequence[Sample], loss_masks: Sequence
     looks_at_groups = wants_context(args) or getattr(args, "prompt_groups", "complete") == "ragged"
     if is_prompt_mean or (looks_at_groups and None not in groups):
         columns |= shared_columns("prompt", groups, loss_masks)
+    elif None not in groups:
+        columns["sample_group_indices"] = groups
     return columns
 
 

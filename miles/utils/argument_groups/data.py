@@ -197,5 +197,6 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-probs-chunk-size",
         type=int,
         default=-1,
-        help="tokens per chunk when log-probs are computed from logits, to save memory; -1 computes them at once",
+        help="tokens per chunk when log-probs are computed from logits; fewer take less memory and more time. -1 cuts "
+        "the logits into chunks that take little of both",
     )

@@ -19,6 +19,7 @@ from tests.fast.testing.changed_steps import (
     BOUNDS,
     changed_rows,
     changed_step,
+    emptied_rows,
     emptied_steps,
     emptying_cuts,
     skipped_step,
@@ -117,11 +118,38 @@ def test_the_changed_steps_empty_what_they_are_meant_to():
 def test_a_step_of_which_nothing_is_left_is_skipped():
     skipped = expected_outcome(skipped_step())
     assert not skipped.gradient
-    assert {name for name in skipped.metrics if not name.startswith("rollout/")} == {"skipped_steps"}
+    # Nine rows in seven rollouts and four groups; of row 2 no token is active, of the others none is left.
+    facts = {"num_samples": 7, "num_prompts": 4, "num_masked_samples": 1, "num_kept_tokens": 0}
+    nothing = dict.fromkeys(["num_counted_tokens", "effective_samples", "longest_quarter_weight"], 0)
+    tokens = {"num_tokens": sum(sum(row.mask) for row in emptied_rows())}
+    said = {name: value for name, value in skipped.metrics.items() if not name.startswith("rollout/")}
+    assert said == {"skipped_steps": 1, **tokens, **facts, **nothing}
     other = next(step for step in emptied_steps() if step.mode == "token_mean")
     assert expected_outcome(other).metrics["loss"] == 0.0
     (line,) = differences(skipped, replace(skipped, gradient=expected_outcome(other).gradient), rtol=1e-5)
     assert re.match("gradient: expected of 0 parameters, got ", line)
+
+
+def test_what_samples_weigh_by_hand():
+    """Samples of 2, 6, 1 and 0 active tokens, the last one of two rows; the second is the longest of four."""
+    rows = [
+        Row((1, 1), group=0),
+        Row((1, 0, 1, 1, 1, 1, 1), group=0),
+        Row((1,), group=1),
+        Row((0, 0), group=1, rollout=5),
+        Row((0,), group=1, rollout=5),
+    ]
+    # Weights: 1/4 for each that has tokens; (2, 6) / 16 and 1/2; (2, 6, 1) / 9.
+    for mode, effective, longest in (
+        ("sample_mean", 3.0, 1 / 3),
+        ("prompt_mean", 1 / (1 / 64 + 9 / 64 + 1 / 4), 3 / 8),
+        ("token_mean", 81 / (4 + 36 + 1), 6 / 9),
+    ):
+        metrics = expected_outcome(Step(rows, mode=mode)).metrics
+        assert metrics["effective_samples"] == pytest.approx(effective)
+        assert metrics["longest_quarter_weight"] == pytest.approx(longest)
+        counts = [metrics[f"num_{name}"] for name in ("tokens", "samples", "prompts", "masked_samples")]
+        assert counts == [9, 4, 2, 1] and "num_kept_tokens" not in metrics
 
 
 def test_the_oracle_on_one_token_by_hand():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from miles.backends.training_utils.loss_aggregation import concat
+from miles.backends.training_utils.loss_aggregation import concat, send
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 nats before exp, so that one token cannot overflow float32 (exp(20) is 4.9e8)."""
@@ -104,7 +104,7 @@ def compute_policy_loss(
 def spread_over_tokens(row_values: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
     """Repeat `[B]` row values over the tokens of `rows`, giving `[T]`."""
     lengths = [row.numel() for row in rows]
-    repeats = torch.tensor(lengths, dtype=torch.int64, device=row_values.device)
+    repeats = send(lengths, row_values.device, dtype=torch.int64)
     return torch.repeat_interleave(row_values, repeats, output_size=sum(lengths))
 
 

@@ -13,11 +13,20 @@ import torch.distributed as dist
 from miles.backends.training_utils.parallel import GroupInfo
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20}
-"""Logits that are copied to float32 at a time unless the caller asks for another chunk: 4 MiB, which a CPU's cache
-holds. Devices that are not named here take `ACCELERATOR_CHUNK_ELEMENTS`."""
+"""Logits that are copied to float32 at a time at most, unless the caller asks for another chunk: 4 MiB, which a CPU's
+cache holds. Devices that are not named here take `ACCELERATOR_CHUNK_ELEMENTS`."""
 
 ACCELERATOR_CHUNK_ELEMENTS = 1 << 24
 """64 MiB, enough that starting kernels does not count."""
+
+SMALLEST_CHUNK_ELEMENTS = 1 << 18
+"""1 MiB. Smaller chunks would cost more time than they save memory."""
+
+NUM_CHUNKS = 32
+"""Into at least so many the logits are cut: a chunk then takes 0.1 (float32) to 0.2 times their memory (bfloat16)."""
+
+LOWEST = -1e30
+"""In place of -inf among logits relative to their peak: its exponential is 0, and 0 times it is 0, not NaN."""
 
 
 def score_tokens(
@@ -43,14 +52,16 @@ def score_tokens(
         tp: Tensor-parallel axis.
         temperature: Divides the logits.
         entropy_requires_grad: False for an entropy that is only logged.
-        chunk_size: Tokens in a chunk; -1 takes as many as make `CHUNK_ELEMENTS`, at least one.
+        chunk_size: Tokens in a chunk; -1 takes `NUM_CHUNKS` chunks or more. The memory at the peak, forward and
+            backward together, is then at most 1.3 times that of the logits, their gradient included, if these are
+            2^23 or more in number.
 
     Returns:
-        `(log_probs, entropy)`, `[T]` float32, nats.
+        `(log_probs, entropy)`, `[T]` float32, nats. A logit of -inf is a token that cannot be chosen. A log-prob is
+        NaN where the target lies on no rank, or on more than one.
     """
     if chunk_size < 1:
-        elements = CHUNK_ELEMENTS.get(logits.device.type, ACCELERATOR_CHUNK_ELEMENTS)
-        chunk_size = max(elements // logits.size(-1), 1)
+        chunk_size = _chunk_size(logits)
     log_probs, entropy = _TokenScores.apply(logits, positions, targets, tp, temperature, chunk_size)
     return log_probs, entropy if entropy_requires_grad else entropy.detach()
 
@@ -82,7 +93,7 @@ class _TokenScores(torch.autograd.Function):
             # Where no entry lies above -inf, -inf - -inf would be NaN.
             peak = (raw.amax(-1).float() / temperature).clamp_min(torch.finfo(torch.float32).min)
             _shift(raw, peak, temperature, out=shifted)
-            chosen = shifted.gather(-1, columns.unsqueeze(-1)).squeeze(-1)
+            chosen = torch.add(-peak, raw.gather(-1, columns.unsqueeze(-1)).squeeze(-1), alpha=1 / temperature)
             total = torch.exp(shifted, out=weights).sum(-1)
             parts.append(torch.stack([peak, total, weights.mul_(shifted).sum(-1), chosen]))
         sums = torch.cat(parts, dim=1) if parts else logits.new_zeros(4, 0, dtype=torch.float32)
@@ -124,9 +135,16 @@ def _buffers(
     return logits.new_empty(shape), *logits.new_empty((2, *shape), dtype=torch.float32).unbind()
 
 
+def _chunk_size(logits: torch.Tensor) -> int:
+    """Return how many tokens make a chunk."""
+    largest = CHUNK_ELEMENTS.get(logits.device.type, ACCELERATOR_CHUNK_ELEMENTS)
+    elements = min(largest, max(logits.numel() // NUM_CHUNKS, SMALLEST_CHUNK_ELEMENTS))
+    return max(elements // logits.size(-1), 1)
+
+
 def _shift(rows: torch.Tensor, peak: torch.Tensor, temperature: float, *, out: torch.Tensor) -> None:
-    """Write rows / temperature - peak in float32."""
-    torch.add(-peak.unsqueeze(-1), rows, alpha=1 / temperature, out=out)
+    """Write rows / temperature - peak in float32, `LOWEST` where that is -inf."""
+    torch.add(-peak.unsqueeze(-1), rows, alpha=1 / temperature, out=out).clamp_min_(LOWEST)
 
 
 def _over_vocabulary(
@@ -139,13 +157,16 @@ def _over_vocabulary(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the peaks of the whole vocabulary and the sums relative to them, from those of this rank's share.
 
-    With s = peak - whole peak: sum exp(x + s) = exp(s) sum exp x, and sum exp(x + s) (x + s) likewise.
+    With s = peak - whole peak: sum exp(x + s) = exp(s) sum exp x, and sum exp(x + s) (x + s) likewise. What is chosen
+    is NaN where not exactly one rank has it.
     """
     whole_peak = tp.all_reduce(peak.clone(), op=dist.ReduceOp.MAX)
     step = peak - whole_peak
     share = step.exp()
-    sums = [share * total, share * (weighted + step * total), torch.where(is_local, chosen + step, 0)]
-    return whole_peak, *tp.all_reduce(torch.stack(sums)).unbind()
+    local = torch.where(is_local, chosen + step, 0)
+    sums = [share * total, share * (weighted + step * total), local, is_local.to(local.dtype)]
+    total, weighted, chosen, num_holders = tp.all_reduce(torch.stack(sums)).unbind()
+    return whole_peak, total, weighted, torch.where(num_holders == 1, chosen, torch.nan)
 
 
 def _localize(targets: torch.Tensor, vocab_size: int, tp: GroupInfo) -> tuple[torch.Tensor, torch.Tensor]:

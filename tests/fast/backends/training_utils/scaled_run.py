@@ -14,6 +14,7 @@ from miles.backends.training_utils.log_utils import aggregate_train_losses
 from miles.backends.training_utils.loss import loss_function
 from miles.backends.training_utils.loss_aggregation import StepCounts
 from miles.backends.training_utils.step_totals import prepare_loss_terms
+from miles.backends.training_utils.step_weights import describe_steps
 from miles.ray.rollout.train_data_conversion import (
     convert_samples_to_train_data,
     process_rollout_data_shard,
@@ -51,9 +52,12 @@ class Result:
     Attributes:
         counts: N, P and M on every rank.
         term_tokens: What the main term counts.
+        num_microbatches: Of each rank.
+        facts: What is said of the step under `prompt_mean`, the same on every rank.
         values: By mode, the value that gradients are taken of.
         sizes: By mode, the sum of the sizes of what was added up, the measure of rounding.
-        gradient_sums: By mode.
+        gradient_sums: By mode, the sum of the gradient.
+        gradient_products: By mode, the sum of each token's gradient times its value.
         metrics: By mode, "loss" as it is logged.
         payload: Bytes that a rank brings to each collective of the step.
         seconds: By stage, for all ranks together.
@@ -62,9 +66,11 @@ class Result:
     counts: set[StepCounts]
     term_tokens: set[int | float]
     num_microbatches: int
+    facts: dict[str, int | float]
     values: dict[str, float] = field(default_factory=dict)
     sizes: dict[str, float] = field(default_factory=dict)
     gradient_sums: dict[str, float] = field(default_factory=dict)
+    gradient_products: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     payload: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -121,12 +127,25 @@ def _schedules(setting: Setting, batches: Sequence[dict[str, Any]]) -> dict[Rank
     return world.run(schedule)
 
 
+def _describe(setting: Setting, schedules: dict[Rank, tuple[DataIterator, int]]) -> dict[str, int | float]:
+    """What is said of the step, which is one thing on all ranks."""
+    args = setting.arguments("prompt_mean", "policy_loss")
+
+    def describe(rank: Rank) -> tuple[tuple[str, int | float], ...]:
+        iterator, num_microbatches = schedules[rank]
+        (facts,) = describe_steps(args, iterator.rollout_data, iterator, [num_microbatches])
+        return tuple(facts.items())
+
+    (facts,) = set(setting.world.run(describe).values())
+    return dict(facts)
+
+
 def _run_losses(setting: Setting, schedules: dict[Rank, tuple[DataIterator, int]], result: Result) -> dict:
     """Every micro-batch of every rank under every mode; return the ranks' log dictionaries by mode."""
     world = setting.world
     logs: dict[str, dict[Rank, list]] = {mode: {rank: [] for rank in schedules} for mode in scaled_step.MODES}
     args_of = {mode: setting.arguments(mode) for mode in scaled_step.MODES}
-    for totals in (result.values, result.sizes, result.gradient_sums):
+    for totals in (result.values, result.sizes, result.gradient_sums, result.gradient_products):
         totals.update(dict.fromkeys(scaled_step.MODES, 0.0))
     for rank, (iterator, num_microbatches) in schedules.items():
         world.enter(rank)
@@ -140,7 +159,9 @@ def _run_losses(setting: Setting, schedules: dict[Rank, tuple[DataIterator, int]
                 # FSDP2 averages over the data-parallel ranks.
                 result.values[mode] += loss.item() / world.dp_size
                 result.sizes[mode] += abs(loss.item()) / world.dp_size
-                result.gradient_sums[mode] += logits.grad.sum(dtype=torch.float64).item() / world.dp_size
+                gradient = logits.grad.double() / world.dp_size
+                result.gradient_sums[mode] += gradient.sum().item()
+                result.gradient_products[mode] += (gradient * values).sum().item()
                 logs[mode][rank].append(log_dict)
     return logs
 
@@ -163,10 +184,14 @@ def run_step(setting: Setting, note: Callable[[str], None] = lambda text: None) 
     totals = {num_microbatches for _, num_microbatches in schedules.values()}
     assert len(totals) == 1, "ranks agree on the number of micro-batches"
     iterators = [iterator for iterator, _ in schedules.values()]
+    facts = _describe(setting, schedules)
+    payload |= {f"facts, {axis} {turn}": size for (axis, turn), size in setting.world.payload.items()}
+    lap("what samples weigh")
     result = Result(
         {iterator.step_counts[0] for iterator in iterators},
         {iterator.step_facts[0]["term_counts"].num_tokens for iterator in iterators},
         *totals,
+        facts,
         payload=payload,
     )
     logs = _run_losses(setting, schedules, result)

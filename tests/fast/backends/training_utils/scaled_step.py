@@ -140,3 +140,20 @@ class Oracle:
         starts = range(0, len(sums), size)
         means = [sum(sums[i : i + size]) / (4 * max(sum(counted[i : i + size]), 1)) for i in starts]
         return math.fsum(means) / len(starts)
+
+    def prompt_mean_facts(self, lengths: Sequence[tuple[int, int]]) -> dict[str, int | float]:
+        """What is said of samples under `prompt_mean`, where one weighs its share of its group's counted tokens."""
+        counted = self.counted2.tolist()
+        weights = []
+        for row, one in enumerate(counted):
+            start = row - row % ROWS_PER_GROUP
+            weights.append(one / max(sum(counted[start : start + ROWS_PER_GROUP]), 1))
+        by_length = sorted(range(len(counted)), key=lambda row: lengths[row][1])
+        longest = by_length[len(counted) * 3 // 4 :]
+        return {
+            "num_samples": len(counted),
+            "num_prompts": -(-len(counted) // ROWS_PER_GROUP),
+            "num_masked_samples": (self.mask_sums == 0).sum(),
+            "effective_samples": math.fsum(weights) ** 2 / math.fsum(weight**2 for weight in weights),
+            "longest_quarter_weight": math.fsum(weights[row] for row in longest) / math.fsum(weights),
+        }

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from miles.backends.training_utils.data import get_step_counts
+from miles.backends.training_utils.data import DataIterator, get_step_counts
 from miles.backends.training_utils.log_utils import aggregate_train_losses
-from miles.backends.training_utils.loss_aggregation import make_reducer
+from miles.backends.training_utils.loss_aggregation import StepCounts, make_reducer
 from miles.backends.training_utils.loss_hub.policy_reducers import reduce_together
 from miles.backends.training_utils.parallel import GroupInfo, ParallelState, set_parallel_state
+from miles.backends.training_utils.step_weights import describe_steps
+from tests.fast.backends.training_utils.layout import mode_namespace
 from tests.fast.backends.training_utils.operations import Operations
 
 
@@ -36,6 +38,45 @@ def test_all_counts_of_all_steps_cross_the_ranks_once(axis):
     counts = get_step_counts({"loss_masks": masks, "step_row_counts": [2, 1], "prompt_counts": [1, 0, 1]})
     assert [(c.num_samples, c.num_prompts, c.num_tokens) for c in counts] == [(2, 1, 5), (1, 1, 0)]
     assert axis.seen == [(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "carried"),
+    [
+        # Five numbers of each of two steps.
+        ({}, [(2, 5)]),
+        # Where a rollout has several rows, the weight of each of two rollouts first.
+        (
+            {
+                "rollout_counts": torch.tensor([1, 0, 1]),
+                "rollout_mask_sums": torch.tensor([5, 5, 0]),
+                "rollout_ordinals": torch.tensor([0, 0, 1]),
+            },
+            [(2,), (2, 5)],
+        ),
+    ],
+)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_what_is_said_of_all_steps_crosses_the_ranks_once(rollouts, carried, num_microbatches):
+    dp, cp = CountingAxis(0, 2), CountingAxis(0, 1)
+    set_parallel_state(ParallelState(intra_dp=dp, cp=cp))
+    batch = {
+        "tokens": [torch.ones(4), torch.ones(3), torch.ones(5)],
+        "loss_masks": [torch.ones(3), torch.ones(2), torch.zeros(4)],
+        "total_lengths": [4, 3, 5],
+        "response_lengths": [3, 2, 4],
+        "step_row_counts": [2, 1],
+        "length_quarters": [3, 1, 3],
+        **rollouts,
+    }
+    num_samples = 3 - len(rollouts) // 3
+    counts = [StepCounts(num_samples - 1, 0, 5), StepCounts(1, 0, 0)]
+    iterator = DataIterator(batch, [[0, 1]] * num_microbatches + [[2]], [counts[0]] * num_microbatches + counts[1:])
+    described = describe_steps(mode_namespace("sample_mean"), batch, iterator, [num_microbatches, 1])
+    assert [step["num_masked_samples"] for step in described] == [0, 1]
+    assert dp.seen == carried
+    # The weights of the rank's rows; an axis of one process passes them through.
+    assert cp.seen == [(3,)]
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 7])

@@ -17,22 +17,25 @@ ROUNDING = 4 * 2.0**-24
 def run(dp_size, cp_size, num_rows, longest, *, changed, max_tokens=256):
     lengths = ragged_lengths(num_rows, longest)
     setting = Setting(World(dp_size, cp_size), lengths, max_tokens, is_rejecting=changed, is_weighted=changed)
-    return run_step(setting), Oracle.of(lengths, is_rejecting=changed, is_weighted=changed)
+    oracle = Oracle.of(lengths, is_rejecting=changed, is_weighted=changed)
+    return run_step(setting), oracle, oracle.prompt_mean_facts(lengths)
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["plain", "rejected and weighted"])
 @pytest.mark.parametrize(("dp_size", "cp_size", "num_rows"), [(32, 4, 96), (8, 1, 5)])
 def test_all_ranks_add_up_to_the_oracle_in_every_mode(dp_size, cp_size, num_rows, changed):
     """5 rows on 8 ranks leave three of them without any; 96 on 32 are three each."""
-    result, oracle = run(dp_size, cp_size, num_rows, 1024, changed=changed)
+    result, oracle, facts = run(dp_size, cp_size, num_rows, 1024, changed=changed)
     assert result.counts == {StepCounts(num_rows, -(-num_rows // 4), int(oracle.mask_sums.sum()))}
     assert result.term_tokens == {oracle.counted2.sum() / 2}
+    assert {name: result.facts[name] for name in facts} == pytest.approx(facts, rel=1e-12)
     assert result.num_microbatches > (num_rows > dp_size), "ranks of several rows cut them"
     for mode in MODES:
         budget = ROUNDING * result.sizes[mode]
         assert result.values[mode] == pytest.approx(oracle.value(mode), rel=0, abs=budget), mode
         assert result.metrics[mode] == pytest.approx(oracle.value(mode), rel=0, abs=budget), mode
         assert result.gradient_sums[mode] == pytest.approx(oracle.value(mode, of_ones=True), rel=ROUNDING), mode
+        assert abs(result.gradient_products[mode] - oracle.value(mode)) <= ROUNDING * result.sizes[mode], mode
 
 
 def test_what_ranks_bring_to_a_step_does_not_grow_with_tokens():

@@ -138,6 +138,10 @@ def test_a_token_mean_step_left_empty_is_skipped_on_every_rank(world_size):
         assert [step["train/step"] for step in steps] == [0, 1]
         assert all("train/loss" not in step and "rollout/raw_reward" in step for step in steps)
         assert not moved and num_steps_done == 0 and num_states == 0
+        for step in steps:
+            assert (step["train/num_samples"], step["train/num_prompts"]) == (8, 4)
+            left = ("num_kept_tokens", "num_counted_tokens", "effective_samples", "longest_quarter_weight")
+            assert [step[f"train/{name}"] for name in left] == [0, 0, 0, 0]
 
 
 def test_only_the_empty_step_is_skipped():
@@ -161,6 +165,7 @@ def test_other_means_of_nothing_are_zero(mode, more):
     for steps, _, num_steps_done, _ in run_ranks(_run(options, make_samples(0)), 2):
         assert [step["train/grad_norm"] for step in steps] == [0, 0]
         assert [step["train/pg_loss"] for step in steps] == [0, 0]
+        assert [step["train/effective_samples"] for step in steps] == [0, 0]
         assert num_steps_done == 2
 
 

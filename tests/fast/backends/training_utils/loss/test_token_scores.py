@@ -1,5 +1,7 @@
 """Log-probs and entropies against float64 log_softmax, by value and gradient, whole and split over the vocabulary."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,13 +22,13 @@ def inputs():
     return logits, positions, targets, weights
 
 
-def reference():
+def reference(logits=None):
     """Plain log_softmax in float64: values of both, and the gradient of their weighted sum."""
-    logits, positions, targets, weights = inputs()
-    logits = logits.double().requires_grad_(True)
+    whole, positions, targets, weights = inputs()
+    logits = (whole if logits is None else logits).double().requires_grad_(True)
     log_p = torch.log_softmax(logits[positions] / TEMPERATURE, dim=-1)
     log_probs = log_p.gather(-1, targets[:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    entropy = -(log_p.exp() * log_p.clamp_min(-1e300)).sum(-1)
     (weights[0] * log_probs + weights[1] * entropy).sum().backward()
     return log_probs.detach(), entropy.detach(), logits.grad
 
@@ -87,27 +89,72 @@ def test_no_tokens():
 
 def test_bf16_logits_are_scored_in_float32():
     logits = inputs()[0].bfloat16()
-    _, positions, targets, _ = inputs()
-    log_probs, entropy = score_tokens(logits, positions, targets, tp=SINGLE)
-    exact = torch.log_softmax(logits.double()[positions], -1)
-    assert log_probs.dtype == entropy.dtype == torch.float32
-    assert torch.allclose(log_probs.double(), exact.gather(-1, targets[:, None])[:, 0], atol=1e-5)
+    log_probs, entropy, gradient = scores(logits, SINGLE)
+    exact = reference(logits)
+    assert gradient.dtype == torch.bfloat16
+    assert_close((log_probs, entropy), exact[:2])
+    # Computed in float32, then rounded to 8 bits.
+    assert torch.allclose(gradient.double(), exact[2], rtol=2**-8, atol=1e-6)
 
 
-def _score_share(rank, world_size, directory):
+IMPOSSIBLE = {"-inf": float("-inf"), "lowest": torch.finfo(torch.float32).min}
+
+
+def with_impossible(low, columns):
+    """The logits with some columns so low that they cannot be chosen, unless they are a token's target."""
+    logits, positions, targets, _ = inputs()
+    is_target = torch.zeros(NUM_POSITIONS, VOCAB, dtype=torch.bool)
+    is_target[positions, targets] = True
+    chosen = torch.zeros(VOCAB, dtype=torch.bool)
+    chosen[columns] = True
+    return logits.masked_fill(chosen & ~is_target, low)
+
+
+@pytest.mark.parametrize("low", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_that_cannot_be_chosen_have_no_part(low, dtype):
+    logits = with_impossible(low, range(0, VOCAB, 3)).to(dtype)
+    log_probs, entropy, gradient = scores(logits, SINGLE, chunk_size=3)
+    expected = reference(logits)
+    assert_close((log_probs, entropy), expected[:2])
+    assert torch.allclose(gradient.double(), expected[2], rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=5e-6)
+
+
+def test_a_target_that_cannot_be_chosen_has_a_log_prob_of_minus_infinity():
+    logits = torch.tensor([[0.0, 0.0, float("-inf")]], requires_grad=True)
+    log_probs, entropy = score_tokens(logits, torch.tensor([0]), torch.tensor([2]), tp=SINGLE)
+    log_probs.sum().backward()
+    assert log_probs.item() == float("-inf") and entropy.item() == pytest.approx(math.log(2))
+    assert logits.grad.tolist() == [[-0.5, -0.5, 1.0]]
+
+
+@pytest.mark.parametrize("target", [-1, VOCAB, 1000])
+def test_a_target_outside_the_vocabulary_has_no_log_prob(target):
+    logits = inputs()[0]
+    log_probs, _ = score_tokens(logits, torch.arange(3), torch.tensor([1, target, 2]), tp=SINGLE)
+    assert log_probs.isnan().tolist() == [False, True, False]
+
+
+def _score_share(rank, world_size, directory, logits):
     store = dist.FileStore(f"{directory}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     tp = GroupInfo(rank, world_size, dist.group.WORLD)
-    share = inputs()[0].chunk(world_size, dim=-1)[rank]
+    share = logits.chunk(world_size, dim=-1)[rank]
     torch.save(scores(share, tp, chunk_size=7), f"{directory}/{rank}.pt")
     dist.destroy_process_group()
 
 
+WHOLE_SHARE = range(VOCAB // 3)
+"""The columns of the first of three ranks."""
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_vocabulary_split_over_tensor_parallel_ranks(world_size, tmp_path):
-    mp.start_processes(_score_share, (world_size, str(tmp_path)), nprocs=world_size, start_method="fork")
+@pytest.mark.parametrize("low", [None, float("-inf")])
+def test_vocabulary_split_over_tensor_parallel_ranks(world_size, low, tmp_path):
+    logits = inputs()[0] if low is None else with_impossible(low, WHOLE_SHARE)
+    mp.start_processes(_score_share, (world_size, str(tmp_path), logits), nprocs=world_size, start_method="fork")
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
-    log_probs, entropy, gradient = reference()
+    log_probs, entropy, gradient = reference(logits)
     for share in found:
         assert_close(share[:2], (log_probs, entropy))
     assert_close([torch.cat([share[2] for share in found], dim=-1)], [gradient])
