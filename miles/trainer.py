@@ -18,7 +18,7 @@ from types import FrameType
 
 from miles.utils.arguments import parse_args
 from miles.utils.errors import RankError, UserError
-from miles.utils.tracking import console_logging
+from miles.utils.run_files import console_logging
 
 EXIT_DIVERGED = 1
 EXIT_USER_ERROR = 2

@@ -26,8 +26,8 @@ from miles.utils.errors import UserError
 from miles.utils.finite_checks import refuse_non_finite_samples
 from miles.utils.misc import load_function
 from miles.utils.number_lists import smallest_and_largest
+from miles.utils.run_files import LOG_NAME, file_logging, make_output_dir, write_arguments
 from miles.utils.run_recorder import RunRecorder, SilentRecorder
-from miles.utils.tracking import LOG_NAME, file_logging, make_output_dir, write_arguments
 from miles.utils.types import RolloutBatch, Sample
 
 DEFAULT_ROLLOUT_FUNCTION = "miles.rollout.generate.generate_rollout"
@@ -56,10 +56,9 @@ def train(args: Namespace, *, on_closing: Callable[[], None] = lambda: None) -> 
         tokenizer = get_tokenizer(args)
         data_source = on_every_rank(lambda: open_data_source(args, tokenizer))
         actor = make_actor(args, world, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)
-        recorder = SilentRecorder()
-        if world.rank == 0:
-            recorder = RunRecorder(args, directory, first_rollout_id=actor.start_rollout_id, started=started)
-        stack.enter_context(recorder)
+        recorder = stack.enter_context(
+            on_every_rank(lambda: make_recorder(args, world, directory, actor.start_rollout_id, started=started))
+        )
         actor.report = recorder.report
         try:
             for rollout_id in range(actor.start_rollout_id, args.num_rollout):
@@ -108,6 +107,15 @@ def open_output_dir(args: Namespace, world: World) -> Path:
         return directory
 
     return all_gather_objects(on_every_rank(open_on_rank_0))[0]
+
+
+def make_recorder(
+    args: Namespace, world: World, directory: Path, first_rollout_id: int, *, started: float
+) -> SilentRecorder:
+    """Return what tells a person, the metrics and the trackers of the run: rank 0's; that of the others is silent."""
+    if world.rank != 0:
+        return SilentRecorder()
+    return RunRecorder(args, directory, first_rollout_id=first_rollout_id, started=started)
 
 
 def open_data_source(args: Namespace, tokenizer: Tokenizer) -> DataSource | None:

@@ -1,24 +1,39 @@
 """Rollout dumps: the samples of one rollout in the host trainers' file format.
 
-A dump is `torch.save({"rollout_id": int, "samples": [Sample.to_dict(), ...]})` of plain data and tensors only, since
-it is read with `weights_only=True`.
+A dump is `torch.save({"rollout_id": int, "samples": [Sample.to_dict(), ...]})` of plain data, tensors and numpy's
+numbers and arrays only, since it is read with `weights_only=True`.
 """
 
-import contextlib
 import io
-import os
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from miles.ray.rollout.row_checks import short
 from miles.rollout.plain_dump import load_plain
 from miles.utils.errors import UserError
+from miles.utils.misc import write_whole
 from miles.utils.types import Sample
+
+_SCALAR, _ARRAY = np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]
+
+NUMPY_DATA = [
+    *(np.ndarray, np.dtype),
+    *{type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?SU"},
+    *(
+        (function, f"numpy.{core}.multiarray.{function.__name__}")
+        for core in ("core", "_core")
+        for function in (_SCALAR, _ARRAY)
+    ),
+]
+"""What `torch.load` may import: what builds numpy's numbers and arrays, which hosts put into rewards, extra columns.
+None of it runs code of the file. numpy 1 and 2 have the two functions under different names."""
 
 
 def dump_path(path_template: str, rollout_id: int) -> Path:
@@ -56,22 +71,17 @@ def save_rollout_dump(path_template: str, rollout_id: int, samples: list[Sample]
     try:
         torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, buffer)
         if load_plain(buffer) is None:
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+            _load_safely(io.BytesIO(buffer.getvalue()))
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise UserError(
             f"rollout {rollout_id} cannot be saved to {path}: samples may hold plain data and tensors only, "
             f"but a custom function put in something else: {_refused_name(error) or error}"
         ) from error
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(buffer.getvalue())
-        temporary.replace(path)
+        write_whole(path, buffer.getvalue())
     except OSError as error:
         raise UserError(f"cannot write rollout data {path}: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):  # where nothing can be written, there is nothing to remove
-            temporary.unlink()
     return path
 
 
@@ -87,6 +97,18 @@ def load_rollout_dump(path_template: str, rollout_id: int) -> list[Sample]:
             tokens and a known status.
     """
     path = dump_path(path_template, rollout_id)
+    return [sample_of_row(f"{path}, sample {place}", row) for place, row in enumerate(read_dump_rows(path))]
+
+
+def read_dump_rows(path: Path) -> Sequence[Any]:
+    """Read the rows of a dump as they are, at least one, without a look at what they hold.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UserError: the file is missing, cut off, no torch file, carries code, or does not hold a list of samples.
+    """
     data = _read(path)
     if not isinstance(data, Mapping) or "samples" not in data:
         got = f"a mapping with keys {sorted(map(str, data))}" if isinstance(data, Mapping) else type(data).__name__
@@ -96,7 +118,28 @@ def load_rollout_dump(path_template: str, rollout_id: int) -> list[Sample]:
         raise UserError(f"{path}: 'samples' must be a list, got {type(rows).__name__}")
     if not rows:
         raise UserError(f"{path} holds an empty rollout; expected at least one sample")
-    return [_sample(f"{path}, sample {place}", row) for place, row in enumerate(rows)]
+    return rows
+
+
+def sample_of_row(where: str, row: Any) -> Sample:
+    """Return the sample that a dump's row stores.
+
+    Args:
+        where: How the message begins where the row cannot be used: the file and the row's place in it.
+        row: Of `read_dump_rows`.
+
+    Raises:
+        UserError: the row is no mapping, or has no tokens or an unknown status.
+    """
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where}: expected a mapping of sample fields, got {type(row).__name__}")
+    if not isinstance(row.get("tokens"), list) or not row["tokens"]:
+        raise UserError(f"{where}: 'tokens' must be a list of at least one token id, got {short(row.get('tokens'))}")
+    try:
+        return Sample.from_dict(dict(row))
+    except ValueError as error:
+        allowed = [status.value for status in Sample.Status]
+        raise UserError(f"{where}: unknown status {short(row.get('status'))}; expected one of {allowed}") from error
 
 
 def _read(path: Path) -> Any:
@@ -115,7 +158,7 @@ def _read(path: Path) -> Any:
     if data is not None:
         return data
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return _load_safely(path)
     except Exception as error:  # a damaged file may raise anything
         refused = _refused_name(error)
         if refused is not None:
@@ -126,23 +169,18 @@ def _read(path: Path) -> Any:
         ) from error
 
 
+def _load_safely(file: Path | io.BytesIO) -> Any:
+    with torch.serialization.safe_globals(NUMPY_DATA):
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
 def _refused(path: Path, reason: str) -> UserError:
     return UserError(f"{path} was refused for safety: {reason}; a dump may hold plain data and tensors only")
 
 
 def _refused_name(error: Exception) -> str | None:
     """Return the name of the global that a weights-only load would not import, None if it failed otherwise."""
-    match = re.search(r"GLOBAL ([\w.]+)|Unsupported class (\S+)", str(error))
-    return match and (match[1] or match[2]).rstrip(".")
-
-
-def _sample(where: str, row: Any) -> Sample:
-    if not isinstance(row, Mapping):
-        raise UserError(f"{where}: expected a mapping of sample fields, got {type(row).__name__}")
-    if not isinstance(row.get("tokens"), list) or not row["tokens"]:
-        raise UserError(f"{where}: 'tokens' must be a list of at least one token id, got {row.get('tokens')!r}")
-    try:
-        return Sample.from_dict(dict(row))
-    except ValueError as error:
-        allowed = [status.value for status in Sample.Status]
-        raise UserError(f"{where}: unknown status {row.get('status')!r}; expected one of {allowed}") from error
+    match = re.search(
+        r"GLOBAL ([\w.]+)|Unsupported class (\S+)|allowlisted .*, but got <class '([\w.]+)'>", str(error)
+    )
+    return match and (match[1] or match[2] or match[3]).rstrip(".")

@@ -91,6 +91,16 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] 
         lambda args: not args.rewards_normalization,
         "--disable-rewards-normalization leaves rewards as they are",
     ),
+    (
+        ("wandb_project", "wandb_team", "wandb_group", "wandb_mode", "wandb_run_id"),
+        lambda args: "wandb" not in args.tracking,
+        "--tracking does not name wandb",
+    ),
+    (
+        ("wandb_project", "wandb_team", "wandb_group", "wandb_run_id"),
+        lambda args: "wandb" in args.tracking and args.wandb_mode == "disabled",
+        "--wandb-mode disabled keeps nothing",
+    ),
     (("rm_type",), lambda args: args.custom_rm_path is not None, "--custom-rm-path takes precedence"),
     (("input_key", "label_key"), lambda args: args.prompt_data is None, "--prompt-data is not set"),
     (

@@ -22,6 +22,7 @@ from miles.utils.argument_validation import (
 from miles.utils.argument_warnings import warn_about_options_without_effect
 from miles.utils.custom_config import resolve_custom_config
 from miles.utils.loss_aggregation_args import resolve_loss_aggregation_args, validate_loss_aggregation_args
+from miles.utils.tracking_args import resolve_tracking_args, validate_tracking_args
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -104,6 +105,7 @@ def miles_validate_args(args: argparse.Namespace) -> None:
             setattr(args, name, value)
     resolve_custom_config(args, actions)
     validate_ranges(args)
+    resolve_tracking_args(args)
     warn_about_options_without_effect(args, defaults)
     resolve_task_args(args)
     resolve_batch_sizes(args)
@@ -111,6 +113,7 @@ def miles_validate_args(args: argparse.Namespace) -> None:
     _validate_loss_aggregation_args(args)
     validate_combinations(args)
     validate_data(args)
+    validate_tracking_args(args)
     validate_plugins(args, actions)
 
 

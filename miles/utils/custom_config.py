@@ -131,12 +131,14 @@ def _check_value(value: Any, action: argparse.Action, path: str) -> Any:
     """Return `value` as the command line would have stored it, or raise UserError.
 
     The type comes from the option's declaration alone. `null` unsets an option whose default is unset; an option with
-    a converter or several values of its own (a host's) takes whatever the file says.
+    a converter (a host's) takes whatever the file says. An option with several values takes one, or a list of them.
     """
     if value is None and action.default is None:
         return None
+    if action.nargs == "+" and isinstance(value, list):
+        return [_check_value(entry, action, path) for entry in value]
     expected = bool if action.nargs == 0 else (action.type or str)
-    if action.nargs not in (None, 0) or expected not in _TYPE_WORDS:
+    if action.nargs not in (None, 0, "+") or expected not in _TYPE_WORDS:
         return value
     is_right = isinstance(value, (int, float) if expected is float else expected)
     if not is_right or (isinstance(value, bool) and expected is not bool):

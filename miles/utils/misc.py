@@ -1,9 +1,11 @@
 """Small helpers that belong to no other room."""
 
+import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from miles.utils.errors import UserError
@@ -36,3 +38,22 @@ def load_function(path: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{path!r} is a {type(function).__name__}, not a callable")
     return function
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the whole of it or none.
+
+    Args:
+        path: The file; its folder exists.
+        content: What it will hold.
+
+    Raises:
+        OSError: it cannot be written; a file that was there before is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):  # where nothing can be written, there is nothing to remove
+            temporary.unlink()

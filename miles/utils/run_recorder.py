@@ -10,10 +10,11 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from miles.utils.tracking import LOSS_KEY, METRICS_NAME, REWARD_KEY, ROLLOUT_KEY, MetricsLog, describe_run, is_skipped
+from miles.utils.run_files import METRICS_NAME
+from miles.utils.run_summary import describe_run
+from miles.utils.tracking import LOSS_KEY, REWARD_KEY, ROLLOUT_KEY, STEP_KEY, MetricsLog, is_skipped, open_trackers
 
 REFRESH_SECONDS = 0.2
-STEP_KEY = "train/step"
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +45,24 @@ class SilentRecorder:
 
 
 class RunRecorder(SilentRecorder):
-    """Writes `metrics.jsonl`, drives the progress bar and prints the closing summary."""
+    """Writes `metrics.jsonl`, tells the trackers, drives the progress bar and prints the closing summary."""
 
     def __init__(self, args: Namespace, directory: Path, *, first_rollout_id: int, started: float) -> None:
-        """Open the metrics of a run.
+        """Open the metrics of a run, and its trackers.
 
         Args:
             args: Reads num_rollout and num_steps_per_rollout, how many steps a rollout is expected to have (with
-                `--prompt-groups ragged` it may have others).
+                `--prompt-groups ragged` it may have others); see also `open_trackers`.
             directory: The run's folder.
             first_rollout_id: The rollout to be trained next.
             started: `time.monotonic()` at the start of the run.
+
+        Raises:
+            UserError: the metrics cannot be written, or a tracker does not start.
         """
         self._args = args
         self._metrics = MetricsLog(directory / METRICS_NAME, first_rollout_id=first_rollout_id)
+        self._trackers = open_trackers(args, self._metrics)
         self._num_rollouts = first_rollout_id
         self._checkpoint: Path | None = None
         self._started = self._last_mark = self._last_refresh = started
@@ -82,16 +87,19 @@ class RunRecorder(SilentRecorder):
         self._bar.close()
         self._redirect.__exit__(None, None, None)
         self._metrics.close()
-        if exception[0] is not None and not self._has_recorded:
-            return  # the error is all there is to tell
-        seconds = time.monotonic() - self._started
+        if exception[0] is None or self._has_recorded:  # else the error is all there is to tell
+            self._print_summary()
+        self._trackers.close(exit_code=0 if exception[0] is None else 1)
+
+    def _print_summary(self) -> None:
         print(
             describe_run(
                 self._metrics,
                 num_rollouts=self._num_rollouts,
                 num_planned=self._args.num_rollout,
-                seconds=seconds,
+                seconds=time.monotonic() - self._started,
                 checkpoint=self._checkpoint,
+                trackers=self._trackers.locations(),
             ),
             flush=True,
         )
@@ -111,16 +119,16 @@ class RunRecorder(SilentRecorder):
         self._rollout_seconds = self._lap()
 
     def record(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """Write one line of metrics, with the seconds that the rollout and the step took."""
+        """Write one line of metrics, with the seconds that the rollout and the step took, and tell the trackers."""
         self._has_recorded = True
-        self._metrics.write(
-            {
-                **metrics,
-                ROLLOUT_KEY: rollout_id,
-                "perf/rollout_time": self._rollout_seconds,
-                "perf/step_time": self._lap(),
-            }
-        )
+        line = {
+            **metrics,
+            ROLLOUT_KEY: rollout_id,
+            "perf/rollout_time": self._rollout_seconds,
+            "perf/step_time": self._lap(),
+        }
+        self._metrics.write(line)
+        self._trackers.write(line)
         skipped = "skipped, nothing was left to train on; " if is_skipped(metrics) else ""
         logger.info("step %d: %s%s", metrics[STEP_KEY], skipped, " ".join(_shown(metrics)))
         shown = {"loss": metrics.get(LOSS_KEY), "reward": metrics.get(REWARD_KEY)}

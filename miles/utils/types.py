@@ -78,8 +78,8 @@ class Sample:
         known = {field.name for field in dataclasses.fields(Sample)}
         values = {**data, "status": Sample.Status(data.get("status", Sample.Status.PENDING.value))}
         sample = Sample(**{key: value for key, value in values.items() if key in known})
-        for key in values.keys() - known:
-            setattr(sample, key, values[key])
+        # Not setattr, which refuses the name of a property.
+        vars(sample).update({key: values[key] for key in values.keys() - known})
         return sample
 
     def get_reward_value(self, args: Any) -> float:

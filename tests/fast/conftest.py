@@ -1,5 +1,8 @@
 """Options and settings shared by the fast suite."""
 
+import os
+import tempfile
+
 import pytest
 import torch
 from hypothesis import Phase, settings
@@ -30,3 +33,21 @@ def _one_process():
     parallel.set_parallel_state(parallel.ParallelState())
     yield
     parallel.set_parallel_state(before)
+
+
+@pytest.fixture
+def bare_environment(tmp_path, monkeypatch):
+    """Hide a person's W&B settings and account; return the folder where everything outside of a run's would go."""
+    monkeypatch.setenv("WANDB_CACHE_DIR", "set so that it is put back: the package sets it")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.chdir(folder)
+    return folder

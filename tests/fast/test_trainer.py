@@ -15,18 +15,9 @@ import torch
 from miles.rollout.generate import generate_rollout
 from miles.trainer import main
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_forked, run_ranks, run_ranks_to_outcomes
+from tests.fast.tiny_runs import TINY, main_killed_in_rollout, read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
-# The entropy term keeps every gradient away from zero, whatever the rewards.
-TINY = [
-    *("--hidden-size=8", "--num-layers=1", "--num-attention-heads=1", "--max-position-embeddings=32"),
-    *("--num-rollout=6", "--rollout-batch-size=2", "--n-samples-per-prompt=2", "--num-steps-per-rollout=2"),
-    *("--rollout-max-response-len=4", "--micro-batch-size=4", "--lr=0.01", "--entropy-coef=0.05"),
-]
-
-
-def _read_metrics(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def _without_times(records):
@@ -42,7 +33,7 @@ def _run(directory, *options, world_size=1):
     """Train in forked processes and return the metrics."""
     command = [*TINY, "--output-dir", str(directory), *options]
     assert run_ranks(lambda: main(command), world_size) == [0] * world_size
-    return _read_metrics(directory)
+    return read_metrics(directory)
 
 
 def _wait_for(condition, process, *, seconds=30):
@@ -61,7 +52,7 @@ def test_train_py_from_a_shell(tmp_path):
     [directory] = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-prompt_mean", directory.name)
     assert sorted(path.name for path in directory.iterdir()) == ["args.json", "metrics.jsonl", "train.log"]
-    records = _read_metrics(directory)
+    records = read_metrics(directory)
     assert [record["train/step"] for record in records] == list(range(12))
     assert [record["rollout/step"] for record in records] == [step // 2 for step in range(12)]
     for record in records:
@@ -119,10 +110,10 @@ def test_killed_and_resumed_is_the_run_that_was_not_killed(tmp_path, uninterrupt
     directory, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
     saving = ["--save", str(checkpoints), "--load", str(checkpoints), "--save-interval", "2"]
     command = [*TINY, "--output-dir", str(directory), *RESUMABLE, *saving]
-    [first, *_] = run_ranks_to_outcomes(lambda: _main_killed_in_rollout(4, command), world_size)
+    [first, *_] = run_ranks_to_outcomes(lambda: main_killed_in_rollout(4, command), world_size)
     assert isinstance(first[1], EOFError)
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "4"
-    assert [record["train/step"] for record in _read_metrics(directory)] == list(range(9))
+    assert [record["train/step"] for record in read_metrics(directory)] == list(range(9))
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"train/step": 9, "rollout/st')
     resumed = _without_times(_run(directory, *RESUMABLE, *saving, world_size=world_size))
@@ -138,21 +129,6 @@ def test_a_complete_run_has_nothing_left_to_do(tmp_path):
     assert _run(tmp_path / "run", *options) == metrics
 
 
-def _main_killed_in_rollout(rollout_id, command):
-    """Train, and die by SIGKILL after the first step of a rollout is on disk."""
-    from miles.utils.run_recorder import RunRecorder
-
-    record = RunRecorder.record
-
-    def record_and_die(self, current, metrics):
-        record(self, current, metrics)
-        if current == rollout_id:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    RunRecorder.record = record_and_die
-    return main(command)
-
-
 def test_ctrl_c(tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
 
@@ -165,7 +141,7 @@ def test_ctrl_c(tmp_path):
     command = [*TINY, "--num-rollout", "100000", "--output-dir", str(metrics.parent)]
     status, out, err = run_forked(lambda: main(command), tmp_path, meanwhile=press)
     assert status == 130, err
-    num_steps = len(_read_metrics(metrics.parent))
+    num_steps = len(read_metrics(metrics.parent))
     assert re.match(rf"stopped: \d+ of 100000 rollouts, {num_steps} optimizer steps, ", _summary(out))
     assert "Traceback" not in err
 
@@ -228,7 +204,7 @@ def test_divergence_stops_with_status_1_and_keeps_the_metrics(tmp_path, num_step
     assert status == 1, err
     [error] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert error.startswith(f"error: {message}")
-    assert len(_read_metrics(tmp_path / "run")) == 1
+    assert len(read_metrics(tmp_path / "run")) == 1
     assert "Traceback" not in err
     assert _summary(out).startswith("stopped: ")
 
@@ -261,4 +237,4 @@ def test_a_rank_that_fails_stops_the_other(tmp_path, option, function):
     outcomes = run_ranks_to_outcomes(lambda: main(command), 2)
     assert isinstance(outcomes[1][1], OSError)
     assert "rank 1 failed: OSError: the disk is full" in str(outcomes[0][1])
-    assert len(_read_metrics(tmp_path)) == 2
+    assert len(read_metrics(tmp_path)) == 2

@@ -137,8 +137,7 @@ def row_lengths(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def send(values: Any, device: torch.device, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a list's or a CPU array's values as a tensor on a device, without waiting for what that is doing."""
-    on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return on_host.to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def mask_sums(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:

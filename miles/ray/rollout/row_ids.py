@@ -8,8 +8,8 @@ from miles.utils.types import Sample
 
 
 def name_of(sample: Sample, position: int) -> str:
-    """Return how messages name a row: its position in the rollout and its own indices."""
-    return f"sample {position} (index={sample.index}, group_index={sample.group_index})"
+    """Return how messages name a row, on one line: its position in the rollout and its own indices."""
+    return " ".join(f"sample {position} (index={sample.index}, group_index={sample.group_index})".split())
 
 
 def rollout_ids_of(samples: Sequence[Sample]) -> list[Hashable]:

@@ -31,6 +31,7 @@ from miles.ray.rollout.row_checks import (
     checked_loss_mask,
     checked_loss_weights,
     finite_number,
+    short,
 )
 from miles.ray.rollout.row_ids import name_of, rollout_ids_of
 from miles.ray.rollout.shared_columns import check_one_group_each, shared_columns
@@ -137,6 +138,8 @@ def _checked_loss_mask(sample: Sample, position: int) -> list[int]:
         check_id(name, field, getattr(sample, field))
     if not isinstance(sample.metadata, (Mapping, type(None))):
         raise UserError(f"{name} has metadata of type {type(sample.metadata).__name__}; it must be a dict or None")
+    if getattr(sample.remove_sample, "ndim", 0):
+        raise UserError(f"{name} has remove_sample {short(sample.remove_sample)}; it must be True or False")
     length = sample.response_length
     check_tokens(name, sample.tokens, length)
     mask = [1] * length if sample.loss_mask is None else checked_loss_mask(name, sample.loss_mask, length)

@@ -13,6 +13,7 @@ from miles.utils.argument_groups.loss import add_advantage_arguments, add_loss_a
 from miles.utils.argument_groups.model import add_model_arguments, add_optimizer_arguments, add_run_arguments
 from miles.utils.argument_groups.off_policy import add_off_policy_arguments
 from miles.utils.argument_groups.parallel import add_parallel_arguments
+from miles.utils.argument_groups.tracking import add_tracking_arguments
 
 ADD_GROUP_FUNCTIONS = (
     add_loss_aggregation_arguments,
@@ -26,6 +27,7 @@ ADD_GROUP_FUNCTIONS = (
     add_parallel_arguments,
     add_optimizer_arguments,
     add_run_arguments,
+    add_tracking_arguments,
     add_debug_arguments,
 )
 """In the order of `--help`."""

@@ -100,7 +100,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         type=str,
         default=None,
         metavar="DIR",
-        help="metrics.jsonl, args.json and train.log go here. Unset: runs/<time>-<mode>",
+        help="metrics.jsonl, args.json, train.log and the files of --tracking go here. Unset: runs/<time>-<mode>",
     )
     reset_arg(group, "--save", type=str, default=None, metavar="DIR", help="write checkpoints here")
     reset_arg(

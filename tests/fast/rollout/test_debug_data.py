@@ -3,6 +3,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,6 +70,42 @@ def test_a_dump_from_before_a_field_existed(tmp_path: Path) -> None:
     torch.save({"rollout_id": 0, "samples": [GOOD]}, tmp_path / "a.pt")
     (sample,) = load_rollout_dump(f"{tmp_path}/a.pt", 0)
     assert sample.loss_weights is None and sample.rollout_id is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float64(0.5),
+        np.float32(2),
+        np.int64(-3),
+        np.bool_(True),
+        np.arange(6.0).reshape(2, 3),
+        np.array(["a", "bc"]),
+    ],
+    ids=repr,
+)
+def test_numbers_and_arrays_of_numpy_are_data(tmp_path: Path, value: Any) -> None:
+    path = save_rollout_dump(f"{tmp_path}/a.pt", 0, [Sample(tokens=[1], metadata={"x": value})])
+    (sample,) = load_rollout_dump(str(path), 0)
+    assert type(sample.metadata["x"]) is type(value) and sample.metadata["x"].dtype == value.dtype
+    assert np.array_equal(sample.metadata["x"], value)
+
+
+def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
+    array = np.array([Code(), "a"], dtype=object)
+    with pytest.raises(UserError, match=r"plain data and tensors only.*numpy\.dtypes\.ObjectDType|mkdir"):
+        save_rollout_dump(f"{tmp_path}/a.pt", 0, [Sample(tokens=[1], metadata={"x": array})])
+    torch.save({"samples": [{**GOOD, "metadata": {"x": array}}]}, tmp_path / "b.pt")
+    with pytest.raises(UserError, match="refused for safety: it carries pickled code"):
+        load_rollout_dump(f"{tmp_path}/b.pt", 0)
+
+
+def test_keys_that_no_attribute_may_have_are_kept(tmp_path: Path) -> None:
+    odd = {"effective_response_length": 9, "__class__": "x", 3: 4}
+    torch.save({"samples": [GOOD | odd]}, tmp_path / "a.pt")
+    (sample,) = load_rollout_dump(f"{tmp_path}/a.pt", 0)
+    assert type(sample) is Sample and sample.effective_response_length == 1
+    assert sample.to_dict().items() >= odd.items()
 
 
 def test_samples_with_objects_are_not_saved(tmp_path: Path) -> None:

@@ -80,6 +80,10 @@ def warnings_of(caplog, line):
             "--normalize-advantages",
             "reinforce_plus_plus_baseline never divides",
         ),
+        (
+            "--wandb-project p --wandb-team t --wandb-group g --wandb-mode offline --wandb-run-id r --tracking jsonl",
+            "wandb_project, wandb_team, wandb_group, wandb_mode, wandb_run_id: no effect, since --tracking does not",
+        ),
         ("--label-key answer", "label_key: no effect, since --prompt-data is not set"),
         (
             f"--rm-type numeric --custom-rm-path {PLUGIN}",

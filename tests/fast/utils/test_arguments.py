@@ -36,6 +36,8 @@ RESOLVED_DEFAULTS = {
     **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1},
     **{"virtual_pipeline_model_parallel_size": None, "use_distributed_optimizer": False},
     **{"overlap_grad_reduce": False},
+    **{"tracking": ["jsonl"], "wandb_project": None, "wandb_team": None, "wandb_group": None},
+    **{"wandb_mode": None, "wandb_run_id": None},
 }
 
 

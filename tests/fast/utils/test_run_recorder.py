@@ -1,17 +1,20 @@
 """What a person sees of a run."""
 
+import contextlib
 import json
 import time
 from argparse import Namespace
+from unittest import mock
 
 import pytest
 
 from miles.utils import run_recorder
 from miles.utils.run_recorder import RunRecorder, SilentRecorder
+from miles.utils.tracking import Trackers
 
 
 def _recorder(tmp_path, *, first_rollout_id=0):
-    args = Namespace(num_rollout=4, num_steps_per_rollout=2)
+    args = Namespace(num_rollout=4, num_steps_per_rollout=2, tracking=["jsonl"])
     return RunRecorder(args, tmp_path, first_rollout_id=first_rollout_id, started=time.monotonic())
 
 
@@ -67,6 +70,21 @@ def test_a_run_that_fails_before_its_first_step_leaves_the_word_to_the_error(tmp
     with pytest.raises(KeyError), _recorder(tmp_path):
         raise KeyError
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("error, exit_code", [(None, 0), (KeyboardInterrupt, 1)])
+def test_trackers_are_told_what_the_file_holds_and_how_the_run_ended(tmp_path, capsys, monkeypatch, error, exit_code):
+    tracker = mock.Mock(location="https://there")
+    monkeypatch.setattr(run_recorder, "open_trackers", lambda args, metrics: Trackers({"wandb": tracker}))
+    with contextlib.suppress(KeyboardInterrupt), _recorder(tmp_path) as recorder:
+        for step in range(2):
+            recorder.record(0, {"train/step": step, "train/loss": step / 3})
+        if error is not None:
+            raise error
+    told = [call.args[0] for call in tracker.write.call_args_list]
+    assert told == [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    tracker.close.assert_called_once_with(exit_code=exit_code)
+    assert "\nwandb: https://there\n" in capsys.readouterr().out
 
 
 def test_the_bar_counts_steps_and_shows_what_is_being_done(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,223 @@
+"""The report as a JSON object: every number of it, from what samples weigh.
+
+A number that does not exist (a share of nothing) or cannot be known is None; "unavailable" says why.
+Shapes: N samples, P prompt groups.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.step_weights import effective_number
+from miles.ray.rollout.step_columns import LONGEST_QUARTER, NUM_QUARTERS
+from miles.tools.aggregation_report.dumps import Dump, most_frequent
+from miles.tools.aggregation_report.measures import (
+    divide,
+    group_sizes,
+    has_one_reward,
+    right_answers,
+    sums_by,
+    token_range,
+)
+from miles.tools.aggregation_report.weights import SampleWeights
+
+NO_GROUPS = "samples without group_index: nothing says which of them answer the same prompt"
+NO_ADVANTAGES = (
+    f"{NO_GROUPS}, and rewards are normalized among those; --n-samples-per-prompt says how many in a row do"
+)
+
+SETTINGS = (
+    *("loss_aggregation_divisor", "n_samples_per_prompt", "global_batch_size", "loss_weight_normalization"),
+    *("advantage_estimator", "rewards_normalization", "grpo_std_normalization", "normalize_advantages"),
+    *("reward_key", "custom_reward_post_process_path"),
+)
+"""Options that the report repeats."""
+
+
+def describe(
+    args: Namespace,
+    dumps: Sequence[Dump],
+    samples: SampleWeights,
+    *,
+    divisor: float,
+    top: int,
+    right_above: float | None,
+    skipped: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the report.
+
+    Args:
+        args: From `options.training_args`.
+        dumps: What was read, each with at least one sample.
+        samples: What it weighs.
+        divisor: L of `constant`, in tokens.
+        top: How many of the heaviest prompts to name.
+        right_above: Raw reward above which an answer is right; None for the rule of `right_answers`.
+        skipped: What is wrong with each sample that was left out.
+    """
+    is_right, rule = right_answers(samples.rewards, right_above)
+    unavailable = {mode.value: reason for mode, reason in samples.refusals.items()}
+    unavailable |= {"prompts": NO_GROUPS} if samples.prompts is None else {}
+    unavailable |= {"push": NO_ADVANTAGES} if samples.advantages is None else {}
+    return {
+        "settings": {name: getattr(args, name) for name in SETTINGS}
+        | {"constant_divisor": divisor, "right": rule, "top": top},
+        "dumps": [_describe_dump(dump) for dump in dumps],
+        "skipped": list(skipped),
+        "unavailable": unavailable,
+        "data": _describe_data(dumps, samples, is_right),
+        "groups": _describe_groups(args, samples),
+        "quarters": _describe_quarters(samples),
+        "modes": {mode.value: _describe_mode(samples, mode, is_right, dumps, top) for mode in samples.weights},
+        "switches": [_describe_switch(samples, old, new) for old, new in combinations(samples.weights, 2)],
+    }
+
+
+def _describe_dump(dump: Dump) -> dict[str, Any]:
+    return {
+        "path": str(dump.path),
+        "rows": len(dump.shard["tokens"]),
+        "steps": len(dump.shard["step_row_counts"]),
+        "skipped": len(dump.complaints),
+    }
+
+
+def _describe_data(dumps: Sequence[Dump], samples: SampleWeights, is_right: Tensor) -> dict[str, Any]:
+    return {
+        "steps": int(samples.steps.max()) + 1,
+        "samples": len(samples.lengths),
+        "rows": sum(len(dump.shard["tokens"]) for dump in dumps),
+        "rows_by_status": dict(sum((Counter(dump.statuses) for dump in dumps), Counter())),
+        "response_tokens": int(samples.lengths.sum()),
+        "active_tokens": int(samples.num_active.sum()),
+        "fully_masked_samples": int((samples.num_active == 0).sum()),
+        "right_samples": int(is_right.sum()),
+        "wrong_samples": int((~is_right).sum()),
+        "has_loss_weights": any("loss_weights" in dump.shard for dump in dumps),
+    }
+
+
+def _describe_groups(args: Namespace, samples: SampleWeights) -> dict[str, Any] | None:
+    """Return counts of prompt groups: of all, of those of another size, and of those that teach nothing."""
+    if samples.prompts is None:
+        return None
+    sizes = group_sizes(samples.prompts)
+    size = args.n_samples_per_prompt or most_frequent(sizes.tolist())
+    is_same = has_one_reward(samples.prompts, samples.centred_rewards)
+    return {
+        "groups": len(sizes),
+        "size": size,
+        "incomplete": int((sizes < size).sum()),
+        "larger": int((sizes > size).sum()),
+        "one_reward": int(is_same.sum()),
+        "samples_of_one_reward": int(sizes[is_same].sum()),
+    }
+
+
+def _describe_quarters(samples: SampleWeights) -> list[dict[str, Any]]:
+    members = [samples.quarters == quarter for quarter in range(NUM_QUARTERS)]
+    return [
+        {
+            "samples": int(member.sum()),
+            "shortest": int(samples.lengths[member].min()) if member.any() else None,
+            "longest": int(samples.lengths[member].max()) if member.any() else None,
+            "active_tokens": int(samples.num_active[member].sum()),
+            "share_of_tokens": divide(samples.num_active[member].sum(), samples.num_active.sum()),
+        }
+        for member in members
+    ]
+
+
+def _describe_mode(
+    samples: SampleWeights, mode: LossAggregation, is_right: Tensor, dumps: Sequence[Dump], top: int
+) -> dict[str, Any]:
+    weights, token_weights = samples.weights[mode], samples.token_weights[mode]
+    total = weights.sum()
+    reference = samples.token_weights.get(LossAggregation.TOKEN_MEAN)
+    by_prompt = None
+    if samples.prompts is not None:
+        by_prompt = sums_by(samples.prompts, weights, len(samples.group_indices))
+    return {
+        "token_weight": token_range(token_weights, samples.num_active),
+        "token_weight_over_token_mean": (
+            None if reference is None else token_range(token_weights / reference, samples.num_active)
+        ),
+        "weight_of_a_step": divide(total, int(samples.steps.max()) + 1),
+        "share_by_quarter": [divide(share, total) for share in sums_by(samples.quarters, weights, NUM_QUARTERS)],
+        "share_by_reward": {
+            "right": divide(weights[is_right].sum(), total),
+            "wrong": divide(weights[~is_right].sum(), total),
+        },
+        "effective_samples": effective_number(weights),
+        "effective_prompts": None if by_prompt is None else effective_number(by_prompt),
+        "heaviest_prompts": None if by_prompt is None else _heaviest(samples, by_prompt, dumps, top),
+        "push": None if samples.advantages is None else _describe_push(samples, weights, is_right),
+    }
+
+
+def _heaviest(samples: SampleWeights, by_prompt: Tensor, dumps: Sequence[Dump], top: int) -> list[dict[str, Any]]:
+    """Return the prompt groups with the largest shares, the heaviest first, the earlier of two equal ones first."""
+    sizes = group_sizes(samples.prompts)
+    dump_of = torch.zeros_like(sizes).index_copy(0, samples.prompts, samples.dumps)
+    # To 12 digits of the whole, since sums over tokens that are equal on paper differ by rounding.
+    shares = (by_prompt / by_prompt.sum()).nan_to_num().mul(1e12).round()
+    order = shares.sort(descending=True, stable=True).indices[:top].tolist()
+    return [
+        {
+            "dump": str(dumps[int(dump_of[prompt])].path),
+            "group_index": samples.group_indices[prompt],
+            "samples": int(sizes[prompt]),
+            "share": divide(by_prompt[prompt], by_prompt.sum()),
+        }
+        for prompt in order
+    ]
+
+
+def _describe_push(samples: SampleWeights, weights: Tensor, is_right: Tensor) -> dict[str, Any]:
+    """Return weight times advantage, summed over the right, the wrong and all answers of each quarter.
+
+    "push" is the sum; "share" divides it by the sum of magnitudes over all samples; "per_token" is the push on one
+    active token in multiples of the mean magnitude over all active tokens.
+    """
+    # A sample without response tokens has no advantage, and no weight either.
+    pushes = weights * samples.advantages.nan_to_num()
+    magnitude = pushes.abs().sum()
+
+    def cell(member: Tensor) -> dict[str, float | None]:
+        push, num_tokens = pushes[member].sum(), samples.num_active[member].sum()
+        per_token = divide(push * samples.num_active.sum(), num_tokens) if magnitude else None
+        return {
+            "push": push.item(),
+            "share": divide(push, magnitude),
+            "per_token": None if per_token is None else divide(per_token, magnitude),
+        }
+
+    quarters = [
+        {"right": cell(member & is_right), "wrong": cell(member & ~is_right), "all": cell(member)}
+        for member in (samples.quarters == quarter for quarter in range(NUM_QUARTERS))
+    ]
+    difference = quarters[LONGEST_QUARTER]["all"]["push"] - quarters[0]["all"]["push"]
+    return {
+        "magnitude": magnitude.item(),
+        "quarters": quarters,
+        "longest_minus_shortest": {"push": difference, "share": divide(difference, magnitude)},
+    }
+
+
+def _describe_switch(samples: SampleWeights, old: LossAggregation, new: LossAggregation) -> dict[str, Any]:
+    """Return by what the mean weight of an active token is multiplied when `old` becomes `new`."""
+    before, after = (sums_by(samples.quarters, samples.weights[mode], NUM_QUARTERS) for mode in (old, new))
+    return {
+        "from": old.value,
+        "to": new.value,
+        "all": divide(after.sum(), before.sum()),
+        "by_quarter": [divide(*pair) for pair in zip(after, before, strict=True)],
+    }

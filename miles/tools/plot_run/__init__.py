@@ -1,0 +1,1 @@
+"""Draw training runs side by side: `python -m miles.tools.plot_run DIR [DIR ...]`."""

@@ -1,0 +1,70 @@
+"""The command line: `python -m miles.tools.plot_run DIR [DIR ...] [--output FILE.png] [--smooth N]`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles.tools.figure_style import check_figure_path, require_matplotlib, save_figure
+from miles.tools.plot_run.figure import draw_runs
+from miles.tools.plot_run.runs import group_runs, read_runs
+from miles.tools.plot_run.table import describe_groups
+from miles.trainer import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from miles.utils.argument_groups.common import ManualHelpFormatter
+from miles.utils.errors import UserError
+from miles.utils.run_files import console_logging
+
+_DESCRIPTION = (
+    "Draw reward, response length, loss and gradient norm of training runs into one picture. Runs that differ only in "
+    "their seeds and folders share a colour: a thin line each, their mean bold. A run may still be going on."
+)
+_EPILOG = "exit status: 0 drawn; 2 something for you to mend, one line says what."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status.
+
+    Args:
+        argv: The arguments; those of the process by default.
+    """
+    args = _parser().parse_args(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")  # the table may hold what the terminal cannot show
+    with console_logging(is_main=True):
+        try:
+            _plot(args)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_USER_ERROR
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m miles.tools.plot_run",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=ManualHelpFormatter,
+    )
+    parser.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="a run's folder (its --output-dir)")
+    parser.add_argument("--output", metavar="FILE.png", default="runs.png", help="the picture to write")
+    parser.add_argument(
+        "--smooth", type=int, default=1, help="each point is the mean over so many steps that end there; 1 draws all"
+    )
+    return parser
+
+
+def _plot(args: argparse.Namespace) -> None:
+    if args.smooth < 1:
+        raise UserError(f"--smooth must be at least 1, got {args.smooth}")
+    require_matplotlib()
+    output = check_figure_path(args.output)
+    groups = group_runs(read_runs(args.directories))
+    save_figure(draw_runs(groups, smooth=args.smooth), output)
+    print(describe_groups(groups))
+    print(f"figure: {output}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Training runs as their folders tell them: metrics by step, arguments, and which runs repeat one another."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles.utils.errors import UserError
+from miles.utils.run_files import ARGUMENTS_NAME, METRICS_NAME
+from miles.utils.tracking import STEP_KEY
+from miles.utils.tracking.metrics_log import parse_record
+
+MODE_ARGUMENT = "loss_aggregation"
+DIVISOR_ARGUMENT = "loss_aggregation_divisor"
+UNTOLD_ARGUMENTS = frozenset(
+    {
+        "calculate_per_token_loss",  # another spelling of the mode, which is told
+        "custom_config_path",  # what the file says is among the arguments
+        "load",
+        "output_dir",
+        "rollout_seed",
+        "save",
+        "save_debug_rollout_data",
+        "save_interval",
+        "seed",
+        "tracking",
+    }
+)
+"""Arguments in which repetitions of one run differ: seeds, and where files and metrics go."""
+UNTOLD_PREFIX = "wandb_"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's folder holds.
+
+    Attributes:
+        directory: The folder.
+        arguments: The run's resolved arguments; None where they cannot be read.
+        records: Metrics of each optimizer step, ascending by step; at least one.
+    """
+
+    directory: Path
+    arguments: Mapping[str, Any] | None
+    records: Sequence[Mapping[str, Any]]
+
+    def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps that logged `key`, [K] int64, and the values, [K] float64: NaN where JSON has null."""
+        logged = [(record[STEP_KEY], record[key]) for record in self.records if key in record]
+        steps = np.array([step for step, _ in logged], dtype=np.int64)
+        return steps, np.array([_as_number(value) for _, value in logged], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs that differ in their seeds and folders only.
+
+    Attributes:
+        label: What sets them apart from the other groups.
+        mode: Their `--loss-aggregation`, None where it is not known.
+        runs: The runs, at least one.
+    """
+
+    label: str
+    mode: str | None
+    runs: Sequence[Run]
+
+
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """Read the runs in these folders; one that has no step yet is left out, with a warning.
+
+    Raises:
+        UserError: a folder is no run's, a file cannot be read, or no run has a step.
+    """
+    repeated = sorted({str(path) for path in directories if directories.count(path) > 1})
+    if repeated:
+        raise UserError(
+            f"each run is drawn once, but {repeated[0]} is named {directories.count(Path(repeated[0]))} times"
+        )
+    runs = [run for path in directories if (run := read_run(path)).records]
+    if not runs:
+        raise UserError(f"nothing to draw: none of {', '.join(map(str, directories))} has finished a step yet")
+    return runs
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run's folder, also while it is being written. What is damaged is left out, with a warning.
+
+    Raises:
+        UserError: it is no run's folder, or a file in it cannot be read.
+    """
+    path = directory / METRICS_NAME
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a folder; expected one that train.py wrote (--output-dir)")
+    if not path.is_file():
+        raise UserError(
+            f"{directory} has no {METRICS_NAME}; expected a folder that train.py wrote (--output-dir). "
+            f"If it holds such folders, name these: {directory}/*"
+        )
+    records, num_damaged = parse_metrics(_read_text(path))
+    if num_damaged:
+        logger.warning("%s: left out %d damaged lines; each step is one JSON object", path, num_damaged)
+    if not records:
+        logger.warning("%s has no step yet; the run is left out", path)
+    return Run(directory, _read_arguments(directory / ARGUMENTS_NAME), records)
+
+
+def parse_metrics(text: str) -> tuple[list[dict[str, Any]], int]:
+    """Return the records of `metrics.jsonl` by step, and how many lines are damaged.
+
+    Of a step that stands there twice, the later line counts, as the run was resumed before it. A last line that is not
+    finished is no damage, since it is being written.
+    """
+    lines = [line for line in text.split("\n") if line.strip()]
+    records = [parse_record(line) for line in lines]
+    is_finished = text.endswith("\n")
+    num_damaged = sum(record is None for record in (records if is_finished else records[:-1]))
+    by_step = {record[STEP_KEY]: record for record in records if record is not None}
+    return [by_step[step] for step in sorted(by_step)], num_damaged
+
+
+def group_runs(runs: Sequence[Run]) -> list[RunGroup]:
+    """Put runs that differ in their seeds and folders only into one group, in the order in which they come.
+
+    A run whose arguments are not known is a group of its own.
+    """
+    keys = differing_arguments(runs)
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        values = run.arguments and tuple(_as_json(run.arguments.get(key)) for key in keys)
+        groups.setdefault(run.directory if values is None else values, []).append(run)
+    return [_make_group(members, keys) for members in groups.values()]
+
+
+def differing_arguments(runs: Sequence[Run]) -> list[str]:
+    """Return the arguments in which runs differ, the mode first; one that a run lacks counts as null."""
+    known = [run.arguments for run in runs if run.arguments is not None]
+    names = sorted(
+        {name for arguments in known for name in arguments if _is_told(name)},
+        key=lambda name: (name != MODE_ARGUMENT, name),
+    )
+    return [name for name in names if len({_as_json(arguments.get(name)) for arguments in known}) > 1]
+
+
+def _make_group(runs: Sequence[Run], keys: Sequence[str]) -> RunGroup:
+    arguments = runs[0].arguments
+    told = [] if arguments is None else [_describe(key, arguments.get(key)) for key in keys]
+    label = ", ".join(filter(None, told)) or ", ".join(run.directory.resolve().name for run in runs)
+    return RunGroup(label, arguments and arguments.get(MODE_ARGUMENT), runs)
+
+
+def _describe(key: str, value: Any) -> str:
+    if key == MODE_ARGUMENT:
+        return str(value)
+    if key == DIVISOR_ARGUMENT:  # of one mode only
+        return "" if value is None else f"L = {value:g}"
+    return f"{key} = {'unset' if value is None else value}"
+
+
+def _is_told(name: str) -> bool:
+    return name not in UNTOLD_ARGUMENTS and not name.startswith(UNTOLD_PREFIX)
+
+
+def _read_arguments(path: Path) -> dict[str, Any] | None:
+    try:
+        arguments = json.loads(_read_text(path)) if path.exists() else None
+    except ValueError:
+        arguments = None
+    if isinstance(arguments, dict):
+        return arguments
+    logger.warning("%s is %s; the run is named after its folder", path, "damaged" if path.exists() else "missing")
+    return None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _as_number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,89 @@
+"""`metrics.jsonl`, the record of a run that is always kept; every other tracker follows it."""
+
+import itertools
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from miles.utils.errors import UserError
+from miles.utils.tracking.keys import ROLLOUT_KEY, STEP_KEY
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """The metrics of a run: one JSON object a line and an optimizer step, each on disk before the next step starts.
+
+    Attributes:
+        records: Every line so far, those that an earlier part of the run wrote included.
+    """
+
+    def __init__(self, path: Path, *, first_rollout_id: int) -> None:
+        """Open `path` and drop what stands there from rollout `first_rollout_id` on, which is about to be trained.
+
+        A line that a killed run left unfinished is dropped too. The file as it was stays beside it, under a number.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        self.path = path
+        try:
+            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+            records = [record for line in lines if (record := parse_record(line)) is not None]
+            self.records = [record for record in records if record[ROLLOUT_KEY] < first_rollout_id]
+            dropped = len(lines) - len(self.records)
+            if dropped:
+                kept = _free_name(path)
+                path.replace(kept)
+                logger.warning(
+                    "%s: dropped %d lines from rollout %d on; the file as it was is %s",
+                    path,
+                    dropped,
+                    first_rollout_id,
+                    kept,
+                )
+            partial = path.with_name(f"{path.name}.tmp")
+            partial.write_text("".join(f"{json.dumps(record)}\n" for record in self.records))
+            partial.replace(path)
+            self._file = path.open("a")
+        except OSError as error:
+            raise UserError(f"cannot write metrics to {path} (--output-dir): {error}") from error
+
+    @property
+    def next_step(self) -> int:
+        """The number of the optimizer step after the last one kept; 0 where none is."""
+        return self.records[-1][STEP_KEY] + 1 if self.records else 0
+
+    def write(self, metrics: Mapping[str, float]) -> None:
+        """Append one step. JSON has no NaN and no infinity; such a value becomes null."""
+        record = {key: _as_json_number(value) for key, value in metrics.items()}
+        self.records.append(record)
+        self._file.write(f"{json.dumps(record)}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _free_name(path: Path) -> Path:
+    """Return `path` with the first number before its suffix that no file has yet: metrics.1.jsonl, ..."""
+    numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return next(candidate for candidate in numbered if not candidate.exists())
+
+
+def parse_record(line: str) -> dict[str, Any] | None:
+    """Return the metrics that a line of `metrics.jsonl` holds, None where it is no step's."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_step = isinstance(record, dict) and all(isinstance(record.get(key), int) for key in (ROLLOUT_KEY, STEP_KEY))
+    return record if is_step else None
+
+
+def _as_json_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
