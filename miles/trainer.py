@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from types import FrameType
 
 from miles.utils.arguments import parse_args
+from miles.utils.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from miles.utils.errors import RankError, UserError
 from miles.utils.run_files import console_logging
 
 EXIT_DIVERGED = 1
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 SECONDS_TO_TELL = 1.0
 
 

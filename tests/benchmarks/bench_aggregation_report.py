@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from time import process_time
-from typing import Any
 
 import torch
 
@@ -21,29 +18,24 @@ from miles.tools.aggregation_report.options import build_report_parser, training
 from miles.tools.aggregation_report.report import describe
 from miles.tools.aggregation_report.table import render
 from miles.tools.aggregation_report.weights import longest_response, sample_weights
-from tests.benchmarks.common import parser, positive, report
+from tests.benchmarks.common import Stages, parser, positive, report
 from tests.fast.length_mix import mixed_samples
 
 
-def stages(path: Path) -> dict[str, float]:
+def seconds_of_stages(path: Path) -> dict[str, float]:
     """Return the CPU seconds of each stage of the command on one dump; reading is a part of "read and cut"."""
-    seconds: dict[str, float] = {}
-
-    def timed(name: str, run: Callable[[], Any]) -> Any:
-        start = process_time()
-        result = run()
-        seconds[name] = process_time() - start
-        return result
-
+    stages = Stages()
     args = training_args(build_report_parser().parse_args([str(path)]))
-    timed("read alone", lambda: len(read_dump_rows(path)))
-    dump = timed("read and cut", lambda: read_dump(args, path, skip_bad=False))
+    stages.run("read alone", lambda: len(read_dump_rows(path)))
+    dump = stages.run("read and cut", lambda: read_dump(args, path, skip_bad=False))
     divisor = float(longest_response([dump]))
-    samples = timed("weights", lambda: sample_weights(args, [dump], divisor=divisor))
-    described = timed("numbers", lambda: describe(args, [dump], samples, divisor=divisor, top=5, right_above=None))
-    timed("text", lambda: render(described))
-    seconds["total"] = sum(seconds.values()) - seconds["read alone"]
-    return seconds
+    samples = stages.run("weights", lambda: sample_weights(args, [dump], divisor=divisor))
+    described = stages.run(
+        "numbers", lambda: describe(args, [dump], samples, divisor=divisor, top=5, right_above=None)
+    )
+    stages.run("text", lambda: render(described))
+    stages.seconds["total"] = sum(stages.seconds.values()) - stages.seconds["read alone"]
+    return stages.seconds
 
 
 def main() -> None:
@@ -59,7 +51,7 @@ def main() -> None:
         num_tokens = sum(sample.response_length for sample in samples)
         path = save_rollout_dump(f"{folder}/rollouts.pt", 0, samples)
         del samples
-        rows = [{"stage": name, "CPU seconds": round(value, 2)} for name, value in stages(path).items()]
+        rows = [{"stage": name, "CPU seconds": round(value, 2)} for name, value in seconds_of_stages(path).items()]
     report("aggregation report", {f"{args.samples} samples, {num_tokens / 1e6:.1f}M response tokens": rows}, args.json)
 
 

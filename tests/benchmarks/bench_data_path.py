@@ -10,7 +10,6 @@ import io
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from time import process_time
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from miles.training_loop import check_rows_fit_model
 from miles.utils.number_lists import flat_tensor, smallest_and_largest
 from miles.utils.seqlen_balancing import get_seqlen_balanced_partitions, pack_by_token_budget
 from miles.utils.types import Sample
-from tests.benchmarks.common import interleaved, parser, positive, report, time_rows
+from tests.benchmarks.common import Stages, interleaved, parser, positive, report, time_rows
 from tests.fast.backends.training_utils.layout import mode_namespace
 from tests.fast.length_mix import LARGEST_TOKEN, SAMPLES_PER_PROMPT, length_mix, mixed_samples
 
@@ -40,25 +39,18 @@ STEP_UNIT = NUM_RANKS * SAMPLES_PER_PROMPT
 """Prompt groups stay whole, and every rank gets equally many."""
 
 
-def stages(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def seconds_of_stages(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     """Return the CPU seconds of each stage, which a busy machine disturbs less; the last two are of one rank."""
-    seconds: dict[str, float] = {}
-
-    def timed(name: str, run: Callable[[], Any]) -> Any:
-        start = process_time()
-        result = run()
-        seconds[name] = process_time() - start
-        return result
-
-    data = timed("conversion", lambda: convert_samples_to_train_data(args, samples, {}, None, None))
-    timed("validation", lambda: validate_train_data(args, data, dp_size=NUM_RANKS))
-    timed("fit to the model", lambda: check_rows_fit_model(args, data["tokens"], vocab_size=LARGEST_TOKEN))
-    shards = timed("split and balance", lambda: split_train_data_by_dp(args, data, NUM_RANKS))
+    stages = Stages()
+    data = stages.run("conversion", lambda: convert_samples_to_train_data(args, samples, {}, None, None))
+    stages.run("validation", lambda: validate_train_data(args, data, dp_size=NUM_RANKS))
+    stages.run("fit to the model", lambda: check_rows_fit_model(args, data["tokens"], vocab_size=LARGEST_TOKEN))
+    shards = stages.run("split and balance", lambda: split_train_data_by_dp(args, data, NUM_RANKS))
     shard = process_rollout_data_shard(args, shards[0])
-    batch = timed("one rank's tensors", lambda: move_to_device(shard, "cpu"))
-    timed("one rank's schedule", lambda: get_data_iterator(args, None, batch))
-    seconds["total"] = sum(seconds.values())
-    return seconds
+    batch = stages.run("one rank's tensors", lambda: move_to_device(shard, "cpu"))
+    stages.run("one rank's schedule", lambda: get_data_iterator(args, None, batch))
+    stages.seconds["total"] = sum(stages.seconds.values())
+    return stages.seconds
 
 
 def arguments(samples: Sequence[Sample]) -> Namespace:
@@ -80,7 +72,7 @@ def stage_rows(sizes: dict[str, Sequence[Sample]], rounds: int) -> list[dict]:
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in sizes}
     for _ in range(rounds):
         for name, samples in sizes.items():
-            turns[name].append(stages(arguments(samples), samples))
+            turns[name].append(seconds_of_stages(arguments(samples), samples))
     names = next(iter(turns.values()))[0]
     return [
         {"stage": stage} | {f"{name}, s": float(np.median([turn[stage] for turn in turns[name]])) for name in sizes}

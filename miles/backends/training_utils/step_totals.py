@@ -18,6 +18,7 @@ import torch
 from miles.backends.training_utils.data import DataIterator
 from miles.backends.training_utils.loss_aggregation import LossAggregation, StepCounts, concat, mask_sums
 from miles.backends.training_utils.loss_hub.corrections import may_reject, run_correction
+from miles.backends.training_utils.loss_hub.math_utils import sum_by
 from miles.backends.training_utils.loss_hub.reducer_context import wants_context
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.loss_hub.step_masks import gather_masks, refuse_other_losses, refuse_other_masks
@@ -182,11 +183,6 @@ def _add_totals(
         }
         for step, (count, counted, kept) in enumerate(zip(counts, steps.tolist(), kept_steps.tolist(), strict=True))
     ]
-
-
-def sum_by(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
-    """Add up `[B]` values with the same index, giving `[size]`."""
-    return values.new_zeros(size).index_add(0, index, values)
 
 
 def first_rows(rollout_data: RolloutBatch) -> torch.Tensor:

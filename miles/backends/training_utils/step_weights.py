@@ -16,12 +16,12 @@ import torch
 from miles.backends.training_utils.data import DataIterator
 from miles.backends.training_utils.loss import default_reducer
 from miles.backends.training_utils.loss_aggregation import LossAggregation, Reducer, mask_sums
-from miles.backends.training_utils.loss_hub.math_utils import row_sums
+from miles.backends.training_utils.loss_hub.math_utils import row_sums, sum_by
 from miles.backends.training_utils.loss_hub.policy_reducers import build_policy_reducers
 from miles.backends.training_utils.loss_hub.responses import slice_rows
 from miles.backends.training_utils.loss_term import LossTerm
 from miles.backends.training_utils.parallel import get_parallel_state
-from miles.backends.training_utils.step_totals import first_rows, is_left_empty, sum_by
+from miles.backends.training_utils.step_totals import first_rows, is_left_empty
 from miles.ray.rollout.step_columns import LONGEST_QUARTER, length_quarters
 from miles.utils.types import RolloutBatch
 

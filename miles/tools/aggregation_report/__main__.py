@@ -19,7 +19,7 @@ from pathlib import Path
 
 from miles.tools.aggregation_report.options import build_report_parser, training_args
 from miles.tools.figure_style import check_figure_path, require_matplotlib
-from miles.trainer import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from miles.utils.command_line import run_tool
 from miles.utils.errors import UserError
 from miles.utils.misc import write_whole
 
@@ -34,19 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
     """
     options = build_report_parser().parse_args(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal cannot show
-    try:
-        args = training_args(options)
-        _check_outputs(options)
-        # From here on with torch, which takes a second to import.
-        with _undisturbed():
-            _report(options, args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return 0
+    return run_tool(lambda: _report(options))
 
 
 @contextmanager
@@ -69,7 +57,15 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def _report(options: Namespace, args: Namespace) -> None:
+def _report(options: Namespace) -> None:
+    args = training_args(options)
+    _check_outputs(options)
+    # From here on with torch, which takes a second to import.
+    with _undisturbed():
+        _report_on_dumps(options, args)
+
+
+def _report_on_dumps(options: Namespace, args: Namespace) -> None:
     from miles.backends.training_utils.parallel import ParallelState, set_parallel_state
     from miles.tools.aggregation_report.dumps import find_dumps, read_dump
     from miles.tools.aggregation_report.report import describe

@@ -14,31 +14,17 @@ def divide(numerator: float, denominator: float) -> float | None:
     return float(numerator) / float(denominator) if denominator else None
 
 
-def sums_by(cells: Tensor, values: Tensor, num_cells: int) -> Tensor:
-    """Return the sum of the values in each cell.
-
-    Args:
-        cells: [N] int64 cell of each sample.
-        values: [N] of any dtype.
-        num_cells: C.
-
-    Returns:
-        [C] of the values' dtype.
-    """
-    return values.new_zeros(num_cells).index_add(0, cells, values)
-
-
 def token_range(token_weights: Tensor, num_active: Tensor) -> dict[str, float | None]:
     """Return the smallest, median and largest weight over all active tokens; a sample's tokens weigh alike.
 
     Args:
-        token_weights: [N] float64; samples without an active token, or whose weight is NaN, have no part in it.
+        token_weights: [N] float64; NaN where there is none, as without an active token.
         num_active: [N] int64 active tokens.
 
     Returns:
         "min", "median" (of an even number of tokens the mean of the two in the middle) and "max"; None without tokens.
     """
-    is_known = (num_active > 0) & ~token_weights.isnan()
+    is_known = ~token_weights.isnan()
     values, order = token_weights[is_known].sort()
     if not len(values):
         return dict.fromkeys(("min", "median", "max"))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_hub.math_utils import sum_by
 from miles.backends.training_utils.step_weights import effective_number
 from miles.ray.rollout.step_columns import LONGEST_QUARTER, NUM_QUARTERS
 from miles.tools.aggregation_report.dumps import Dump, most_frequent
@@ -24,7 +25,6 @@ from miles.tools.aggregation_report.measures import (
     group_sizes,
     has_one_reward,
     right_answers,
-    sums_by,
     token_range,
 )
 from miles.tools.aggregation_report.weights import SampleWeights
@@ -144,14 +144,14 @@ def _describe_mode(
     reference = samples.token_weights.get(LossAggregation.TOKEN_MEAN)
     by_prompt = None
     if samples.prompts is not None:
-        by_prompt = sums_by(samples.prompts, weights, len(samples.group_indices))
+        by_prompt = sum_by(weights, samples.prompts, len(samples.group_indices))
     return {
         "token_weight": token_range(token_weights, samples.num_active),
         "token_weight_over_token_mean": (
             None if reference is None else token_range(token_weights / reference, samples.num_active)
         ),
         "weight_of_a_step": divide(total, int(samples.steps.max()) + 1),
-        "share_by_quarter": [divide(share, total) for share in sums_by(samples.quarters, weights, NUM_QUARTERS)],
+        "share_by_quarter": [divide(share, total) for share in sum_by(weights, samples.quarters, NUM_QUARTERS)],
         "share_by_reward": {
             "right": divide(weights[is_right].sum(), total),
             "wrong": divide(weights[~is_right].sum(), total),
@@ -214,7 +214,7 @@ def _describe_push(samples: SampleWeights, weights: Tensor, is_right: Tensor) ->
 
 def _describe_switch(samples: SampleWeights, old: LossAggregation, new: LossAggregation) -> dict[str, Any]:
     """Return by what the mean weight of an active token is multiplied when `old` becomes `new`."""
-    before, after = (sums_by(samples.quarters, samples.weights[mode], NUM_QUARTERS) for mode in (old, new))
+    before, after = (sum_by(samples.weights[mode], samples.quarters, NUM_QUARTERS) for mode in (old, new))
     return {
         "from": old.value,
         "to": new.value,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def _pushes(report: dict[str, Any]) -> list[str]:
     return lines + _push_rows(pushes, "per_token", _signed)
 
 
-def _push_rows(pushes: Sequence[dict[str, Any]], key: str, shown: Any) -> list[str]:
+def _push_rows(pushes: Sequence[dict[str, Any]], key: str, shown: Callable[[float | None], str]) -> list[str]:
     return [
         _line(
             f"  {QUARTERS[place]}, {name}",
@@ -193,7 +193,7 @@ def _missing(unavailable: dict[str, str]) -> list[str]:
 
 
 def _line(label: str, cells: Iterable[str], *, cell: int = CELL) -> str:
-    return (f"{label:<{LABEL}}" + "".join(f"{text:>{cell}}" for text in cells)).rstrip()
+    return (f"{label:<{LABEL}}" + "".join(f" {text:>{cell - 1}}" for text in cells)).rstrip()
 
 
 def _wrapped(head: str, text: str) -> list[str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from miles.backends.training_utils.data import get_data_iterator, move_to_device
 from miles.backends.training_utils.loss import compute_advantages_and_returns
 from miles.backends.training_utils.loss_aggregation import LossAggregation, concat, mask_sums, row_lengths
+from miles.backends.training_utils.loss_hub.math_utils import sum_by
 from miles.backends.training_utils.step_totals import prepare_loss_terms
 from miles.backends.training_utils.step_weights import row_weights, token_weights
 from miles.tools.aggregation_report.dumps import Dump
@@ -157,7 +158,7 @@ def _of_samples(by_rollout: Tensor, rows: Tensor) -> Tensor:
 
 def _sums(by_rollout: Tensor, rows: Tensor) -> Tensor:
     """Return `[N]` the sum over the rows of each sample, from `[B]`."""
-    return rows.new_zeros(int(by_rollout.max()) + 1).index_add(0, by_rollout, rows)
+    return sum_by(rows, by_rollout, int(by_rollout.max()) + 1)
 
 
 def _lengths(shard: dict[str, Any]) -> Tensor:

@@ -9,8 +9,8 @@ from miles.tools.figure_style import check_figure_path, require_matplotlib, save
 from miles.tools.plot_run.figure import draw_runs
 from miles.tools.plot_run.runs import group_runs, read_runs
 from miles.tools.plot_run.table import describe_groups
-from miles.trainer import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from miles.utils.argument_groups.common import ManualHelpFormatter
+from miles.utils.command_line import run_tool
 from miles.utils.errors import UserError
 from miles.utils.run_files import console_logging
 
@@ -28,16 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; those of the process by default.
     """
     args = _parser().parse_args(argv)
-    sys.stdout.reconfigure(errors="backslashreplace")  # the table may hold what the terminal cannot show
     with console_logging(is_main=True):
-        try:
-            _plot(args)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return EXIT_USER_ERROR
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED
-    return 0
+        return run_tool(lambda: _plot(args))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -111,7 +111,12 @@ def spread_over_tokens(row_values: torch.Tensor, rows: list[torch.Tensor]) -> to
 def row_sums(values: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
     """Sum `[T]` values over the tokens of each of `rows`, giving `[B]`; differentiable."""
     index = spread_over_tokens(torch.arange(len(rows), device=values.device), rows)
-    return values.new_zeros(len(rows)).index_add(0, index, values)
+    return sum_by(values, index, len(rows))
+
+
+def sum_by(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+    """Add up values `[B]` that have the same `[B]` int64 index, giving `[size]` of their dtype; differentiable."""
+    return values.new_zeros(size).index_add(0, index, values)
 
 
 def whiten(values: list[torch.Tensor], *, mean: torch.Tensor, variance: torch.Tensor) -> list[torch.Tensor]:

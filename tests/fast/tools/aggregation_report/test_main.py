@@ -93,6 +93,15 @@ def test_the_table_fits_a_terminal_and_shows_what_the_json_holds(tmp_path, capsy
     assert any(line.split()[-8::2] == longest for line in lines if line.startswith("  longest,"))
 
 
+def test_columns_stay_apart_whatever_the_group_is_called(tmp_path, capsys):
+    samples = mixed_samples(8)
+    for sample in samples:
+        sample.group_index += 10**14
+    assert main([str(save_rollout_dump(f"{tmp_path}/a.pt", 0, samples))]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  1. "))
+    assert [word for word in line.split() if word.endswith(":")] == ["100000000000000:"] * 4
+
+
 def test_threads_and_garbage_collection_are_as_before(tmp_path):
     path = write_dumps(tmp_path)[1]
     try:

@@ -169,12 +169,12 @@ def test_one_dump_without_groups_leaves_the_numbers_of_prompts_out(tmp_path):
                 f"{tmp_path}/{{rollout_id}}.pt", number, [sample(1, 0, group=group), sample(3, 1, group=4)]
             )
         )
-        for number, group in enumerate((4, None))
+        for number, group in enumerate((4, None, None))
     ]
     report = report_on(tmp_path, *paths)
     assert sorted(report["unavailable"]) == ["prompt_mean", "prompts", "push"]
     assert report["unavailable"]["prompt_mean"].startswith(f"{paths[1]}: prompt_mean needs")
-    assert report["data"]["samples"] == 4
+    assert report["data"]["samples"] == 6
 
 
 def test_raw_rewards_need_no_groups(tmp_path):
