@@ -1,8 +1,6 @@
 """Start a training run: `python train.py --help` lists the options."""
 
-import sys
-
-from miles.trainer import main
+from miles.trainer import leave, main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -4,7 +4,7 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from miles.backends.training_utils.backend import open_backend
@@ -51,8 +51,8 @@ def train(args: Namespace, *, on_closing: Callable[[], None] = lambda: None) -> 
     with ExitStack() as stack:
         world, make_actor = stack.enter_context(open_backend(args))
         directory = open_output_dir(args, world)
-        if world.rank == 0:
-            stack.enter_context(file_logging(directory / LOG_NAME))
+        log = nullcontext() if world.rank else file_logging(directory / LOG_NAME)
+        on_every_rank(lambda: stack.enter_context(log))
         tokenizer = get_tokenizer(args)
         data_source = on_every_rank(lambda: open_data_source(args, tokenizer))
         actor = make_actor(args, world, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)

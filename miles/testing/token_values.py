@@ -119,7 +119,7 @@ def _policy_terms(args: Namespace, step: Step, row: Row, scores: Scores) -> RowT
         terms["kl_loss"] = Term(_kl(args, row, scores.log_probs, old), auxiliary, args.kl_loss_coef)
     if args.use_tis or args.get_mismatch_metrics:
         terms["ois"] = Term(ratio)
-    mismatch = _mismatch_metrics(row, trained) | corrected.metrics
+    mismatch = _mismatch_metrics(args, row, trained) | corrected.metrics
     return RowTerms(terms | {name: Term(values) for name, values in mismatch.items()}, corrected.kept)
 
 
@@ -127,14 +127,17 @@ def _trained_log_probs(args: Namespace, row: Row, scores: Scores) -> Tensor:
     """Log-probs under the engine that trains, before the step."""
     if row.log_probs is not None:
         return _column(row, "log_probs")
-    if args.use_rollout_logprobs and not args.get_mismatch_metrics:
-        return _column(row, "rollout_log_probs")  # nothing asks the backend for its own
-    return scores.log_probs.detach()
+    return scores.log_probs.detach() if _wants_own(args) else _column(row, "rollout_log_probs")
 
 
-def _mismatch_metrics(row: Row, trained: Tensor) -> dict[str, Tensor]:
-    """How far the engine that sampled is from the one that trains."""
-    if row.rollout_log_probs is None:
+def _wants_own(args: Namespace) -> bool:
+    """Whether something asks the backend for log-probs of its own."""
+    return not args.use_rollout_logprobs or args.get_mismatch_metrics
+
+
+def _mismatch_metrics(args: Namespace, row: Row, trained: Tensor) -> dict[str, Tensor]:
+    """How far the engine that sampled is from the one that trains, where both are known."""
+    if row.rollout_log_probs is None or (row.log_probs is None and not _wants_own(args)):
         return {}
     log_ratio = _column(row, "rollout_log_probs") - trained
     return {

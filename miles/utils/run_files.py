@@ -49,8 +49,20 @@ def arguments_as_json(args: Namespace) -> str:
 
 
 def write_arguments(directory: Path, args: Namespace) -> None:
-    """Write the resolved arguments (see `arguments_as_json`)."""
-    (directory / ARGUMENTS_NAME).write_text(f"{arguments_as_json(args)}\n")
+    """Write the resolved arguments (see `arguments_as_json`).
+
+    Raises:
+        UserError: they cannot be written.
+    """
+    path = directory / ARGUMENTS_NAME
+    try:
+        path.write_text(f"{arguments_as_json(args)}\n")
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write {path} (--output-dir): {error.strerror}; name a folder that can be written")
 
 
 @contextmanager
@@ -72,8 +84,15 @@ def console_logging(*, is_main: bool) -> Iterator[None]:
 
 @contextmanager
 def file_logging(path: Path) -> Iterator[None]:
-    """Append this package's log to a file as well."""
-    handler = logging.FileHandler(path)
+    """Append this package's log to a file as well.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        handler = logging.FileHandler(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("miles")
     package.addHandler(handler)

@@ -238,3 +238,22 @@ def test_a_rank_that_fails_stops_the_other(tmp_path, option, function):
     assert isinstance(outcomes[1][1], OSError)
     assert "rank 1 failed: OSError: the disk is full" in str(outcomes[0][1])
     assert len(read_metrics(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("name", ["args.json", "train.log", "metrics.jsonl"])
+def test_a_file_of_the_run_that_cannot_be_written_stops_every_rank(name, tmp_path):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    command = [*TINY, "--output-dir", str(tmp_path / "run")]
+    outcomes = run_ranks_to_outcomes(lambda: main(command), 2)
+    assert [status for status, *_ in outcomes] == [2, 2], outcomes
+    status, _, errors = run_forked(lambda: main(command), tmp_path)
+    assert status == 2 and errors.startswith("error: cannot write") and errors.count("\n") == 1
+    assert f"run/{name}" in errors and "--output-dir" in errors
+
+
+@pytest.mark.parametrize("world_size", ["1", "2"])
+def test_a_process_leaves_with_its_status_and_all_that_it_said(world_size):
+    program = "import sys; from miles.trainer import leave; sys.stdout.write('said'); leave(3)"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "WORLD_SIZE": world_size}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said", "")

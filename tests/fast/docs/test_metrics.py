@@ -15,6 +15,7 @@ CORRECTED = ("--use-tis", "--tis-type", "icepop")
 RUNS = {
     "policy": (),
     "SFT": ("--loss-type", "sft_loss"),
+    "rollout's log-probs": ("--use-rollout-logprobs",),
     "KL": ("--use-kl-loss", "--kl-loss-coef", "0.1"),
     "mismatch": ("--get-mismatch-metrics",),
     "rejecting": CORRECTED,
@@ -23,13 +24,15 @@ RUNS = {
     "dump": ("--load-debug-rollout-data", "{dump}"),
 }
 OF_POLICY = RUNS.keys() - {"SFT"}
+OF_TWO_ENGINES = OF_POLICY - {"rollout's log-probs"}
 HOLDS_IN = {
     "always": RUNS.keys(),
     "policy and SFT losses": RUNS.keys(),
     "every sample has a `group_index`": RUNS.keys(),
     "policy loss": OF_POLICY,
     "the rollout has log-probs": OF_POLICY,
-    "the trainer computes it: not for SFT, nor with `--use-rollout-logprobs` alone": OF_POLICY,
+    "the rollout has log-probs; not with `--use-rollout-logprobs` alone": OF_TWO_ENGINES,
+    "the trainer computes it: not for SFT, nor with `--use-rollout-logprobs` alone": OF_TWO_ENGINES,
     "`--use-kl-loss`": {"KL"},
     "`--use-tis` or `--get-mismatch-metrics`": {"mismatch", "rejecting", "skipped"},
     "a built-in correction or its metrics": {"mismatch", "rejecting", "skipped"},

@@ -116,10 +116,10 @@ def _correct_off_policy(
     """Apply the correction; return the loss, the per-token mismatch metrics, and the whole-response masks left."""
     batch = responses.batch
     metrics: dict[str, torch.Tensor] = {}
-    if batch.get("rollout_log_probs") is not None:
-        rollout = responses.column("rollout_log_probs", needed_for="mismatch metrics")
-        key = "rollout_log_probs" if batch.get("log_probs") is None else "log_probs"
-        train = responses.column(key, needed_for="mismatch metrics")
+    if None not in (batch.get("rollout_log_probs"), batch.get("log_probs")):
+        rollout, train = (
+            responses.column(key, needed_for="mismatch metrics") for key in ("rollout_log_probs", "log_probs")
+        )
         metrics["train_rollout_logprob_abs_diff"] = (train - rollout).abs()
         metrics["train_rollout_kl"] = compute_approx_kl(rollout, train, "low_var_kl")
     if not corrects_off_policy(args):
