@@ -78,26 +78,32 @@ def times(num_tokens: int, vocab_size: int, dtype: torch.dtype, rounds: int, clo
 
 
 class PlainShare(torch.autograd.Function):
-    """Log-probs of a split vocabulary as trainers take them: the share's softmax in float32, whole, and kept."""
+    """Log-probs and entropy of a split vocabulary as trainers take them: in float32, whole, softmax and all kept."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, tp: GroupInfo) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, tp: GroupInfo
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         shifted = logits.float()
         shifted = shifted - tp.all_reduce(shifted.amax(-1), op=dist.ReduceOp.MAX).unsqueeze(-1)
         columns = targets - tp.rank * logits.size(-1)
         is_local = (columns >= 0) & (columns < logits.size(-1))
         columns = torch.where(is_local, columns, 0).unsqueeze(-1)
         chosen = tp.all_reduce(torch.where(is_local, shifted.gather(-1, columns).squeeze(-1), 0))
-        softmax = shifted.exp_()
+        softmax = shifted.exp()
         total = tp.all_reduce(softmax.sum(-1))
-        ctx.save_for_backward(softmax.div_(total.unsqueeze(-1)), columns, is_local)
+        softmax.div_(total.unsqueeze(-1))
+        log_softmax = shifted.sub_(total.log().unsqueeze(-1))
+        entropy = -tp.all_reduce((softmax * log_softmax).sum(-1))
+        ctx.save_for_backward(softmax, log_softmax, entropy, columns, is_local)
         ctx.dtype = logits.dtype
-        return chosen - total.log()
+        return chosen - total.log(), entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        softmax, columns, is_local = ctx.saved_tensors
-        result = softmax.mul_(-grad.unsqueeze(-1))
+    def backward(ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        softmax, log_softmax, entropy, columns, is_local = ctx.saved_tensors
+        slope = log_softmax.add_(entropy.unsqueeze(-1)).mul_(grad_entropy.unsqueeze(-1))
+        result = slope.add_(grad.unsqueeze(-1)).mul_(softmax).neg_()
         result.scatter_add_(-1, columns, (grad * is_local).unsqueeze(-1))
         return result.to(ctx.dtype), None, None
 
@@ -114,7 +120,7 @@ def _share(
     del whole
     competitors: dict[str, Scores] = {
         "ours": lambda *tensors: ours(*tensors, tp),
-        "plain, no entropy": _plain_share(tp),
+        "plain": lambda *tensors: PlainShare.apply(*tensors, tp),
     }
     seconds: dict[str, list[float]] = {name: [] for name in competitors}
     for _ in range(rounds + 1):
@@ -126,14 +132,6 @@ def _share(
     peaks = {name: _peak(scores, share, targets) for name, scores in competitors.items()}
     torch.save([{name: turns[1:] for name, turns in seconds.items()}, peaks], f"{directory}/{rank}")
     dist.destroy_process_group()
-
-
-def _plain_share(tp: GroupInfo) -> Scores:
-    def scores(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs = PlainShare.apply(logits, targets, tp)
-        return log_probs, log_probs.detach()
-
-    return scores
 
 
 def _peak(scores: Scores, logits: torch.Tensor, targets: torch.Tensor) -> float:
