@@ -129,12 +129,16 @@ def sample_of_row(where: str, row: Any) -> Sample:
         row: Of `read_dump_rows`.
 
     Raises:
-        UserError: the row is no mapping, or has no tokens or an unknown status.
+        UserError: the row is no mapping, or has no tokens, no response_length or an unknown status.
     """
     if not isinstance(row, Mapping):
         raise UserError(f"{where}: expected a mapping of sample fields, got {type(row).__name__}")
     if not isinstance(row.get("tokens"), list) or not row["tokens"]:
         raise UserError(f"{where}: 'tokens' must be a list of at least one token id, got {short(row.get('tokens'))}")
+    if "response_length" not in row:
+        raise UserError(
+            f"{where}: 'response_length' is missing; give the number of response tokens, the last of 'tokens'"
+        )
     try:
         return Sample.from_dict(dict(row))
     except ValueError as error:

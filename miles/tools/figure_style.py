@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles.utils.argument_groups.aggregation import LOSS_AGGREGATIONS
 from miles.utils.errors import UserError
-from miles.utils.misc import write_whole
+from miles.utils.misc import check_writable, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -28,6 +28,8 @@ DPI = 160
 """Pixels per inch. Text of 10 points in a figure 9 inches wide is 14 pixels high where a page shows it 900 wide."""
 MAX_INCHES = 40.0
 """Largest side of a figure; more would fill the memory, and nobody could look at it."""
+FONT_SIZE = 10.0
+"""In points, of all text but titles."""
 TEXT_COLOUR = "#222222"
 GRID_COLOUR = "#dddddd"
 REFERENCE_COLOUR = "#6b6b6b"
@@ -35,7 +37,7 @@ REFERENCE_COLOUR = "#6b6b6b"
 
 _RC: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that a figure is the same on every machine
-    "font.size": 10.0,
+    "font.size": FONT_SIZE,
     "axes.titlesize": 11.0,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -118,16 +120,9 @@ def check_figure_path(path: str | Path) -> Path:
         UserError: the name does not end in .png, its folder does not exist or is not writable, or it names a folder.
     """
     path = Path(path)
+    check_writable(path, what=f"cannot write figure {path}", example=f"figure{SUFFIX}")
     if path.suffix.lower() != SUFFIX:
         raise UserError(f"a figure is written as {SUFFIX}, got {str(path)!r}; name it {path.with_suffix(SUFFIX).name}")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write figure {path}: {path.parent} is not a folder; make it first")
-    if path.is_dir():
-        raise UserError(
-            f"cannot write figure {path}: it is a folder; name a file in it, such as {path / 'figure.png'}"
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"cannot write figure {path}: no permission to write into {path.parent}; name another folder")
     return path
 
 
@@ -168,15 +163,22 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def label_in_plain_numbers(axis: Axis) -> None:
-    """Let a logarithmic axis count 1, 2, 5, 10, ... in plain numbers, and span a factor of 4 at least."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    """Let a logarithmic axis count in plain numbers that do not touch, and span a factor of 4 at least.
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    Args:
+        axis: What it measures is drawn already, something of it above 0.
+    """
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    from miles.tools.log_ticks import PlainTicks, tick_label
+
+    axis.set_major_locator(PlainTicks(FONT_SIZE))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
     axis.set_minor_formatter(NullFormatter())
-    low, high = axis.get_data_interval()
-    if 0 < low <= high < 2 * low:  # around one value, matplotlib would span many decades
-        axis.axes.set(**{f"{axis.axis_name}lim": (low / 2, 2 * high)})
+    low, high = (max(float(end), float(axis.get_minpos())) for end in axis.get_data_interval())
+    if low <= high < 4 * low:  # around one value, matplotlib would span many decades
+        middle, factor = math.sqrt(low) * math.sqrt(high), max(2.0, 1.1 * math.sqrt(high / low))
+        axis.axes.set(**{f"{axis.axis_name}lim": (middle / factor, middle * factor)})
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:

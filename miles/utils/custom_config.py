@@ -127,24 +127,25 @@ def _check_key(key: Any, path: str, known: Iterable[str], options: Mapping[str, 
         )
 
 
-def _check_value(value: Any, action: argparse.Action, path: str) -> Any:
+def _check_value(value: Any, action: argparse.Action, path: str, *, where: str = "") -> Any:
     """Return `value` as the command line would have stored it, or raise UserError.
 
     The type comes from the option's declaration alone. `null` unsets an option whose default is unset; an option with
-    a converter (a host's) takes whatever the file says. An option with several values takes one, or a list of them.
+    a converter (a host's) takes whatever the file says. An option with several values takes one, or a list of them;
+    `where` tells of one in a list.
     """
     if value is None and action.default is None:
         return None
-    if action.nargs == "+" and isinstance(value, list):
-        return [_check_value(entry, action, path) for entry in value]
+    if action.nargs == "+" and isinstance(value, list) and not where:
+        return [_check_value(entry, action, path, where=" in the list") for entry in value]
     expected = bool if action.nargs == 0 else (action.type or str)
     if action.nargs not in (None, 0, "+") or expected not in _TYPE_WORDS:
         return value
     is_right = isinstance(value, (int, float) if expected is float else expected)
     if not is_right or (isinstance(value, bool) and expected is not bool):
         raise UserError(
-            f"{path}: {action.dest} ({action.option_strings[0]}) must be {_TYPE_WORDS[expected]}; "
-            f"got {value!r} ({type(value).__name__})"
+            f"{path}: {action.dest} ({action.option_strings[0]}) must be {_TYPE_WORDS[expected]}"
+            f"{', or a list of such' if action.nargs == '+' else ''}; got {value!r} ({type(value).__name__}){where}"
         )
     if action.choices is not None and value not in action.choices:
         allowed = ", ".join(map(str, action.choices))

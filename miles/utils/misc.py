@@ -43,6 +43,8 @@ def load_function(path: str) -> Callable[..., Any]:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees the whole of it or none.
 
+    A link stays, and what it points to is written. A device or a pipe is written into, and never replaced.
+
     Args:
         path: The file; its folder exists.
         content: What it will hold.
@@ -50,10 +52,48 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written; a file that was there before is as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if _is_device(path):
+        path.write_bytes(content)
+        return
+    target = _target(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
-        temporary.replace(path)
+        temporary.replace(target)
     finally:
         with contextlib.suppress(OSError):  # where nothing can be written, there is nothing to remove
             temporary.unlink()
+
+
+def check_writable(path: Path, *, what: str, example: str) -> None:
+    """Check that `write_whole` can write a file, before anything is computed for it.
+
+    Args:
+        path: The file.
+        what: How the message begins, before the colon.
+        example: The name of such a file.
+
+    Raises:
+        UserError: it is a folder, or lies in none; or there is no permission to write it.
+    """
+    if os.path.isdir(path):
+        raise UserError(f"{what}: it is a folder; name a file in it, such as {path / example}")
+    if _is_device(path):
+        if not os.access(path, os.W_OK):
+            raise UserError(f"{what}: no permission to write into it; name another file")
+        return
+    folder = _target(path).parent
+    if not os.path.isdir(folder):
+        raise UserError(f"{what}: {folder} is not a folder; make it first")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{what}: no permission to write into {folder}; name another folder")
+
+
+def _is_device(path: Path) -> bool:
+    """Whether something is there that is no regular file, such as a terminal or a pipe."""
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def _target(path: Path) -> Path:
+    """Return the file that a link points to in the end; of what is no link, the path as it is."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path

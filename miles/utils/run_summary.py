@@ -31,11 +31,14 @@ def describe_run(
     """
     records = metrics.records
     state = "finished" if num_rollouts >= num_planned else "stopped"
+    rollouts = f"{num_rollouts} of {num_planned} rollouts"
+    if num_rollouts > num_planned:  # those of a run that was resumed where no rollout was left to train
+        rollouts = f"{num_rollouts} rollouts, more than --num-rollout {num_planned}"
     tokens = sum(record.get(TOKENS_KEY) or 0 for record in records if not is_skipped(record))
     num_skipped = sum(map(is_skipped, records))
     skipped = f" ({num_skipped} more skipped)" if num_skipped else ""
     lines = [
-        f"{state}: {num_rollouts} of {num_planned} rollouts, {len(records) - num_skipped} optimizer steps{skipped}, "
+        f"{state}: {rollouts}, {len(records) - num_skipped} optimizer steps{skipped}, "
         f"{tokens:,} response tokens trained on, {seconds:.1f} s"
     ]
     rewards = [record[REWARD_KEY] for record in records if record.get(REWARD_KEY) is not None]

@@ -16,6 +16,7 @@ from miles.backends.training_utils.cp_utils import get_sum_of_sample_mean
 from miles.backends.training_utils.data import DataIterator
 from miles.backends.training_utils.loss_aggregation import concat
 from miles.backends.training_utils.parallel import get_parallel_state
+from miles.utils.errors import UserError
 from miles.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ ROW_METRICS = ("response_lengths", "total_lengths", "truncated", "round_number")
 
 TOKEN_METRICS = ("log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns", "values", "entropy")
 """Columns of the rollout log with one value per response token; logged as means over rollouts of token means."""
+
+OTHER_STEP_KEYS = ("step", "skipped_steps")
+"""What the log of a step has under "train/" from elsewhere: its number, and how many were skipped."""
 
 
 def aggregate_train_losses(losses_reduced: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -196,11 +200,19 @@ def log_train_step(
 
     Returns:
         "train/<key>" to value, "train/grad_norm" and "train/step".
+
+    Raises:
+        UserError: a metric of the loss has the name of one of the step; on every rank, since all have the same.
     """
     prefix = "train/" if role == "actor" else f"train/{role}-"
-    metrics = {
-        prefix + key: value for key, value in {**loss_dict, "grad_norm": grad_norm, **(extra_metrics or {})}.items()
-    }
+    of_step = {"grad_norm": grad_norm, **(extra_metrics or {})}
+    taken = sorted(loss_dict.keys() & {*of_step, *OTHER_STEP_KEYS})
+    if taken:
+        raise UserError(
+            f"the loss, or its correction, returned the metric {', '.join(taken)}, which every step logs itself; "
+            "give it another name"
+        )
+    metrics = {prefix + key: value for key, value in (loss_dict | of_step).items()}
     metrics["train/step"] = rollout_id * num_steps_per_rollout + step_id
     if get_parallel_state().intra_dp_cp.rank == 0:
         logger.debug("step %d: %s", metrics["train/step"], metrics)

@@ -101,7 +101,10 @@ def effective_number(weights: torch.Tensor) -> float:
         Kish, Survey Sampling (1965): the effective sample size.
     """
     weights = weights.to(torch.float64)
-    return _effective_number(weights.sum().item(), weights.square().sum().item())
+    largest = max(weights.abs().tolist(), default=0.0)
+    # Any unit of weight will do; in this one no square is lost below float64's range or beyond it.
+    units = weights / (largest or 1.0)
+    return _effective_number(units.sum().item(), units.square().sum().item())
 
 
 def _effective_number(total: float, squares: float) -> float:
@@ -182,6 +185,8 @@ def _sums_by_step(rollout_data: RolloutBatch, samples: torch.Tensor) -> list[lis
     num_active = mask_sums(rollout_data["loss_masks"]) if num_active is None else num_active
     is_masked = (num_active == 0).cpu() * first_rows(rollout_data).cpu()
     prompts = torch.tensor(rollout_data.get("step_prompt_counts", nothing))
+    # The squares are of plain weights: their largest over all ranks would take a collective more. They are lost
+    # where no weight exceeds 1e-162, which no loss in float32 can tell from 0.
     columns = [samples, samples.square(), samples * is_longest, is_masked, prompts]
     facts = torch.stack([column.to(torch.float64) for column in columns], dim=1)
     local = torch.stack([part.sum(0) for part in facts.split(list(rollout_data["step_row_counts"]))])

@@ -59,8 +59,7 @@ def validate_train_data(args: Namespace, data: dict[str, Any], *, dp_size: int) 
     check_columns(data)
     _check_rollout_log_probs(args, data)
     check_prompt_tokens(data)
-    if getattr(args, "prompt_groups", "complete") == "complete":
-        _check_batch_sizes(args, len(set(data.get("rollout_ids", range(len(data["tokens"]))))), dp_size)
+    check_batch_sizes(args, data, dp_size=dp_size)
 
 
 def check_prompt_tokens(data: dict[str, Any]) -> None:
@@ -77,8 +76,20 @@ def check_prompt_tokens(data: dict[str, Any]) -> None:
             )
 
 
-def _check_batch_sizes(args: Namespace, num_rollouts: int, dp_size: int) -> None:
-    """Check that rollouts divide into steps of the global batch size, and a step over the ranks."""
+def check_batch_sizes(args: Namespace, data: dict[str, Any], *, dp_size: int) -> None:
+    """Check that, with complete prompt groups, rollouts divide into steps, and steps over the ranks.
+
+    Args:
+        args: Reads `global_batch_size`, the aggregation mode and `prompt_groups`.
+        data: Columns over all rows.
+        dp_size: Number of data-parallel ranks.
+
+    Raises:
+        UserError: they do not.
+    """
+    if getattr(args, "prompt_groups", "complete") != "complete":
+        return
+    num_rollouts = len(set(data.get("rollout_ids", range(len(data["tokens"])))))
     if num_rollouts % args.global_batch_size:
         raise UserError(
             f"the rollout has {num_rollouts} samples, which is not a multiple of global_batch_size "

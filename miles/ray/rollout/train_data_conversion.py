@@ -39,6 +39,7 @@ from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
 __all__ = [
+    "check_groups",
     "convert_samples_to_train_data",
     "process_rollout_data_shard",
     "split_train_data_by_dp",
@@ -121,8 +122,7 @@ def _id_columns(args: Namespace, samples: Sequence[Sample], loss_masks: Sequence
         columns |= shared_columns("rollout", rollout_ids, loss_masks)
     groups = [sample.group_index for sample in samples]
     is_prompt_mean = LossAggregation.of(args) is LossAggregation.PROMPT_MEAN
-    if is_prompt_mean:
-        _check_groups(args, samples)
+    check_groups(args, samples)
     looks_at_groups = wants_context(args) or getattr(args, "prompt_groups", "complete") == "ragged"
     if is_prompt_mean or (looks_at_groups and None not in groups):
         columns |= shared_columns("prompt", groups, loss_masks)
@@ -159,8 +159,18 @@ def _numbers_in_metadata(key: str, samples: Sequence[Sample]) -> list[float]:
     ]
 
 
-def _check_groups(args: Namespace, samples: Sequence[Sample]) -> None:
-    """Check that prompt groups are what the configuration promises."""
+def check_groups(args: Namespace, samples: Sequence[Sample]) -> None:
+    """Check that prompt groups are what `prompt_mean` needs and the configuration promises.
+
+    Args:
+        args: Reads the aggregation mode, `prompt_groups` and `n_samples_per_prompt`.
+        samples: Rows in stream order.
+
+    Raises:
+        UserError: under `prompt_mean`, a sample without a group or, with complete groups, one of another size.
+    """
+    if LossAggregation.of(args) is not LossAggregation.PROMPT_MEAN:
+        return
     groups = [sample.group_index for sample in samples]
     if None in groups:
         position = groups.index(None)

@@ -16,12 +16,16 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from miles.tools.aggregation_report.options import build_report_parser, training_args
 from miles.tools.figure_style import check_figure_path, require_matplotlib
-from miles.utils.command_line import run_tool
+from miles.utils.command_line import run_tool, tell
 from miles.utils.errors import UserError
-from miles.utils.misc import write_whole
+from miles.utils.misc import check_writable, write_whole
+
+STDOUT = 1
+"""The number that every process knows its standard output by."""
 
 COMPLAINTS_TOLD = 10
 """Samples left out whose errors are printed; the JSON file has all of them."""
@@ -33,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes the process's.
     """
-    options = build_report_parser().parse_args(argv)
-    return run_tool(lambda: _report(options))
+    return run_tool(lambda: _report(build_report_parser().parse_args(argv)))
 
 
 @contextmanager
@@ -68,25 +71,23 @@ def _report(options: Namespace) -> None:
 def _report_on_dumps(options: Namespace, args: Namespace) -> None:
     from miles.backends.training_utils.parallel import ParallelState, set_parallel_state
     from miles.tools.aggregation_report.dumps import find_dumps, read_dump
-    from miles.tools.aggregation_report.report import describe
-    from miles.tools.aggregation_report.table import render
+    from miles.tools.aggregation_report.report import describe, describe_files
     from miles.tools.aggregation_report.weights import longest_response, sample_weights
 
+    paths = find_dumps(options.dumps)
+    _check_replaced(options, paths)
     set_parallel_state(ParallelState())
-    everything = [read_dump(args, path, skip_bad=options.skip_bad) for path in find_dumps(options.dumps)]
+    everything = [read_dump(args, path, skip_bad=options.skip_bad) for path in paths]
     skipped = [complaint for dump in everything for complaint in dump.complaints]
     _tell(skipped)
     dumps = [dump for dump in everything if dump.shard]
     if not dumps:
+        _write_json(options, describe_files(everything))
         raise UserError(f"no sample is left: all {len(skipped)} of the dumps cannot be trained on, as said above")
     divisor = args.loss_aggregation_divisor or float(longest_response(dumps) or 1)
     samples = sample_weights(args, dumps, divisor=divisor)
-    report = describe(
-        args, dumps, samples, divisor=divisor, top=options.top, right_above=options.right_above, skipped=skipped
-    )
-    print(render(report), end="")
-    if options.json is not None:
-        _write(options.json, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    report = describe(args, everything, samples, divisor=divisor, top=options.top, right_above=options.right_above)
+    _show(options, report)
     if options.plot is not None:
         from miles.tools.aggregation_report.figure import draw_weights
         from miles.tools.figure_style import save_figure
@@ -99,34 +100,63 @@ def _check_outputs(options: Namespace) -> None:
     if options.plot is not None:
         check_figure_path(options.plot)
         require_matplotlib()
-    path = options.json
-    if path is None:
+    if options.json is not None:
+        check_writable(options.json, what=f"--json {options.json}", example="report.json")
+
+
+def _check_replaced(options: Namespace, dumps: Sequence[Path]) -> None:
+    """Check that no file of the report would replace another, or a dump."""
+    if options.json is not None and options.plot is not None and _is_same_file(options.json, options.plot):
+        raise UserError(f"--json and --plot are both {options.plot}; name two files")
+    for option, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and any(_is_same_file(path, dump) for dump in dumps):
+            raise UserError(f"{option} {path} is one of the dumps, which it would replace; name another file")
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    if os.path.exists(one) and os.path.exists(other):
+        return os.path.samefile(one, other)
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _show(options: Namespace, report: dict[str, Any]) -> None:
+    """Print the table and write the JSON file; where that is the standard output, the JSON takes the table's place."""
+    from miles.tools.aggregation_report.table import render
+
+    if not _is_stdout(options.json):
+        print(render(report), end="")
+    _write_json(options, report)
+
+
+def _write_json(options: Namespace, report: dict[str, Any]) -> None:
+    if options.json is None:
         return
-    if path.is_dir():
-        raise UserError(f"--json {path} is a folder; name a file in it, such as {path / 'report.json'}")
-    if path.resolve() in (Path(text).resolve() for text in options.dumps):
-        raise UserError(f"--json {path} is one of the dumps, which it would replace; name another file")
-    if not path.parent.is_dir():
-        raise UserError(f"--json {path}: {path.parent} is not a folder; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"--json {path}: no permission to write into {path.parent}; name another folder")
-
-
-def _write(path: Path, text: str) -> None:
+    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    if _is_stdout(options.json):
+        print(text, end="")
+        return
     try:
-        write_whole(path, text.encode())
+        write_whole(options.json, text.encode())
     except OSError as error:
-        raise UserError(f"--json {path} cannot be written: {error.strerror}; name another file") from error
+        raise UserError(f"--json {options.json} cannot be written: {error.strerror}; name another file") from error
+
+
+def _is_stdout(path: Path | None) -> bool:
+    """Whether a file is the process's standard output, as /dev/stdout is."""
+    try:
+        return path is not None and os.path.samestat(path.stat(), os.fstat(STDOUT))
+    except OSError:  # there is no such file yet, or no standard output
+        return False
 
 
 def _tell(complaints: Sequence[str]) -> None:
     """Print the first of the samples that were left out, and how many there are."""
     for complaint in complaints[:COMPLAINTS_TOLD]:
-        print(f"left out: {complaint}", file=sys.stderr)
+        tell(f"left out: {complaint}")
     if complaints:
         more = len(complaints) - COMPLAINTS_TOLD
         noun = "sample" if len(complaints) == 1 else "samples"
-        print(f"left out {len(complaints)} {noun}" + f", {more} more than shown" * (more > 0), file=sys.stderr)
+        tell(f"left out {len(complaints)} {noun}" + f", {more} more than shown" * (more > 0))
 
 
 if __name__ == "__main__":

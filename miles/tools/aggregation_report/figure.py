@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
-from miles.tools.figure_style import MODE_STYLES, REFERENCE_COLOUR, figure_style, label_in_plain_numbers, new_figure
+from miles.tools.aggregation_report.table import plain
+from miles.tools.figure_style import (
+    MODE_STYLES,
+    REFERENCE_COLOUR,
+    Style,
+    figure_style,
+    label_in_plain_numbers,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +34,10 @@ QUARTERS = ("shortest", "second", "third", "longest")
 SIZE = (10.0, 4.6)
 BARS_WIDTH = 0.84
 """Of a quarter's bars together, where quarters are 1 apart."""
+LONE_MARKERS = (15.0, 11.5, 8.0, 5.0)
+"""Sizes in points of the modes' markers where all answers are of one length and modes may lie on each other."""
+LONE_BIN = (1 / 1.04, 1.04)
+"""A band over one length is as wide as a marker, from and to these multiples of the length."""
 
 
 @dataclass(frozen=True)
@@ -121,53 +133,61 @@ def draw_weights(samples: SampleWeights, *, divisor: float | None = None) -> Fig
 
 
 def _draw_token_weights(axes: Axes, samples: SampleWeights, divisor: float | None) -> None:
-    lengths = samples.lengths.numpy()
-    for mode, weights in relative_token_weights(samples).items():
-        style, binned = MODE_STYLES[mode], bin_weights(lengths, weights)
-        axes.fill_between(binned.lengths, binned.lows, binned.highs, color=style.colour, alpha=0.18, linewidth=0)
-        axes.plot(
-            binned.lengths,
-            binned.medians,
-            color=style.colour,
-            linestyle=style.dashes,
-            marker=style.marker,
-            label=_label(mode, divisor),
-        )
+    lengths, relative = samples.lengths.numpy(), relative_token_weights(samples)
+    has_weight = any((weights > 0).any() for weights in relative.values())
+    if not has_weight:  # zeros have no place on a logarithmic axis
+        relative = dict.fromkeys(relative, np.full(len(lengths), np.nan))
+    for size, (mode, weights) in zip(LONE_MARKERS, relative.items(), strict=False):
+        _draw_mode(axes, MODE_STYLES[mode], bin_weights(lengths, weights), _label(mode, divisor), size)
     is_relative = LossAggregation.TOKEN_MEAN in samples.token_weights
     low, high = BAND
     axes.set(
         title="What one token weighs",
-        xscale="log",
-        yscale="log",
         xlabel=f"response length (tokens)\nline: median; band: {low:g}th to {high:g}th percentile",
         ylabel="weight of one token" + (" (1 = token_mean's)" if is_relative else ""),
     )
+    if not has_weight:
+        axes.text(0.5, 0.5, "no token has weight", transform=axes.transAxes, ha="center", color=REFERENCE_COLOUR)
+        axes.set(xticks=[], yticks=[])
+        return
+    axes.set(xscale="log", yscale="log")
     for axis in (axes.xaxis, axes.yaxis):
         label_in_plain_numbers(axis)
 
 
+def _draw_mode(axes: Axes, style: Style, bins: BinnedWeights, label: str, lone_size: float) -> None:
+    edges, lows, highs, size = bins.lengths, bins.lows, bins.highs, None
+    if len(edges) == 1:
+        edges, lows, highs, size = edges * LONE_BIN, lows.repeat(2), highs.repeat(2), lone_size
+    axes.fill_between(edges, lows, highs, color=style.colour, alpha=0.18, linewidth=0)
+    look = {"color": style.colour, "linestyle": style.dashes, "marker": style.marker, "markersize": size}
+    axes.plot(bins.lengths, bins.medians, label=label, **look)
+
+
 def _label(mode: LossAggregation, divisor: float | None) -> str:
     has_divisor = mode is LossAggregation.CONSTANT and divisor is not None
-    return f"{mode.value}, L = {divisor:,g}" if has_divisor else mode.value
+    return f"{mode.value}, L = {plain(divisor)}" if has_divisor else mode.value
 
 
 def _draw_shares(axes: Axes, samples: SampleWeights) -> None:
     quarters = samples.quarters.numpy()
     places = np.arange(len(QUARTERS))
     width = BARS_WIDTH / max(len(samples.weights), 1)
-    for number, (mode, weights) in enumerate(samples.weights.items()):
+    shares = {mode: 100 * quarter_shares(weights.numpy(), quarters) for mode, weights in samples.weights.items()}
+    for number, (mode, heights) in enumerate(shares.items()):
         style = MODE_STYLES[mode]
         axes.bar(
             places - BARS_WIDTH / 2 + (number + 0.5) * width,
-            100 * quarter_shares(weights.numpy(), quarters),
+            heights,
             width=0.92 * width,
             color=style.colour,
             hatch=style.hatch,
             edgecolor="white",
             linewidth=0,
         )
+    tokens = 100 * quarter_shares(samples.num_active.numpy(), quarters)
     axes.hlines(
-        100 * quarter_shares(samples.num_active.numpy(), quarters),
+        tokens,
         places - BARS_WIDTH / 2,
         places + BARS_WIDTH / 2,
         color=REFERENCE_COLOUR,
@@ -179,5 +199,6 @@ def _draw_shares(axes: Axes, samples: SampleWeights) -> None:
         ylabel="share of the total weight (%)",
         xticks=places,
         xticklabels=QUARTERS,
+        ylim=(0, 1.05 * max(tokens.max(), *map(np.max, shares.values())) or 100),
     )
     axes.grid(visible=False, axis="x")

@@ -17,11 +17,14 @@ from miles.utils.errors import UserError
 from miles.utils.loss_aggregation_args import resolve_loss_aggregation_args
 
 TRAINING_OPTIONS = (
-    *("--n-samples-per-prompt", "--global-batch-size", "--loss-weight-normalization"),
+    *("--n-samples-per-prompt", "--global-batch-size", "--prompt-groups", "--loss-weight-normalization"),
     *("--reward-key", "--custom-reward-post-process-path", "--advantage-estimator"),
     *("--disable-grpo-std-normalization", "--disable-rewards-normalization", "--normalize-advantages"),
 )
 """Options of training that change a weight or an advantage, in the order of `--help`."""
+
+SMALLEST_DIVISOR = 1e-20
+"""With a smaller L, weights and their squares could leave float64."""
 
 _DESCRIPTION = (
     "Show what each mode of --loss-aggregation does to rollouts: how much a token, an answer, a prompt weighs, whom a "
@@ -100,7 +103,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         group,
         "--global-batch-size",
         default=None,
-        help="samples (not prompts) in one optimizer step, about so many: cuts lie between prompt groups. Unset: each "
+        help="samples (not prompts) in one optimizer step; with --prompt-groups ragged about so many. Unset: each "
         "dump is one step",
     )
 
@@ -117,17 +120,20 @@ def training_args(options: Namespace) -> Namespace:
     """
     if options.top < 1:
         raise UserError(f"--top must be at least 1; got {options.top}")
+    divisor = options.loss_aggregation_divisor
+    if divisor is not None and 0 < divisor < SMALLEST_DIVISOR:
+        raise UserError(f"--divisor must be at least {SMALLEST_DIVISOR:g} tokens; got {divisor:g}")
     if options.right_above is not None and not math.isfinite(options.right_above):
         raise UserError(f"--right-above must be a finite number; got {options.right_above}")
     args = build_parser().parse_args([])
     given = {name: value for name, value in vars(options).items() if hasattr(args, name)}
     vars(args).update({name: value for name, value in given.items() if value is not None})
-    # Ragged groups are cut, counted and averaged as what they are; whole ones come out the same.
-    args.prompt_groups = "ragged"
     args.loss_aggregation = "sample_mean" if options.loss_aggregation_divisor is None else "constant"
+    # How many samples a rollout has, which complete groups are held against, the dumps say.
+    args.prompt_groups = "ragged"
     miles_validate_args(args)
-    unset = ("n_samples_per_prompt", "global_batch_size", "loss_aggregation_divisor")
-    return with_values(args, **{name: given[name] for name in unset})
+    by_data = ("n_samples_per_prompt", "global_batch_size", "loss_aggregation_divisor", "prompt_groups")
+    return with_values(args, **{name: given[name] for name in by_data})
 
 
 def with_values(args: Namespace, **values: Any) -> Namespace:

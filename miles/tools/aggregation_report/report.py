@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, compress
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from miles.backends.training_utils.loss_aggregation import LossAggregation
 from miles.backends.training_utils.loss_hub.math_utils import sum_by
 from miles.backends.training_utils.step_weights import effective_number
 from miles.ray.rollout.step_columns import LONGEST_QUARTER, NUM_QUARTERS
-from miles.tools.aggregation_report.dumps import Dump, most_frequent
+from miles.tools.aggregation_report.conversion import most_frequent
+from miles.tools.aggregation_report.dumps import Dump
 from miles.tools.aggregation_report.measures import (
     divide,
     group_sizes,
@@ -29,13 +30,11 @@ from miles.tools.aggregation_report.measures import (
 )
 from miles.tools.aggregation_report.weights import SampleWeights
 
-NO_GROUPS = "samples without group_index: nothing says which of them answer the same prompt"
-NO_ADVANTAGES = (
-    f"{NO_GROUPS}, and rewards are normalized among those; --n-samples-per-prompt says how many in a row do"
-)
+BY_PLACE = "rewards are normalized among those, and --n-samples-per-prompt says how many in a row do"
 
 SETTINGS = (
-    *("loss_aggregation_divisor", "n_samples_per_prompt", "global_batch_size", "loss_weight_normalization"),
+    *("loss_aggregation_divisor", "n_samples_per_prompt", "global_batch_size", "prompt_groups"),
+    "loss_weight_normalization",
     *("advantage_estimator", "rewards_normalization", "grpo_std_normalization", "normalize_advantages"),
     *("reward_key", "custom_reward_post_process_path"),
 )
@@ -50,44 +49,57 @@ def describe(
     divisor: float,
     top: int,
     right_above: float | None,
-    skipped: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the report.
 
     Args:
         args: From `options.training_args`.
-        dumps: What was read, each with at least one sample.
+        dumps: What was read; those of which a sample is left went into `samples`.
         samples: What it weighs.
         divisor: L of `constant`, in tokens.
         top: How many of the heaviest prompts to name.
         right_above: Raw reward above which an answer is right; None for the rule of `right_answers`.
-        skipped: What is wrong with each sample that was left out.
     """
     is_right, rule = right_answers(samples.rewards, right_above)
-    unavailable = {mode.value: reason for mode, reason in samples.refusals.items()}
-    unavailable |= {"prompts": NO_GROUPS} if samples.prompts is None else {}
-    unavailable |= {"push": NO_ADVANTAGES} if samples.advantages is None else {}
+    used = [dump for dump in dumps if dump.shard]
     return {
         "settings": {name: getattr(args, name) for name in SETTINGS}
         | {"constant_divisor": divisor, "right": rule, "top": top},
-        "dumps": [_describe_dump(dump) for dump in dumps],
-        "skipped": list(skipped),
-        "unavailable": unavailable,
-        "data": _describe_data(dumps, samples, is_right),
+        **describe_files(dumps),
+        "unavailable": _describe_unavailable(used, samples),
+        "data": _describe_data(used, samples, is_right),
         "groups": _describe_groups(args, samples),
         "quarters": _describe_quarters(samples),
-        "modes": {mode.value: _describe_mode(samples, mode, is_right, dumps, top) for mode in samples.weights},
+        "modes": {mode.value: _describe_mode(samples, mode, is_right, used, top) for mode in samples.weights},
         "switches": [_describe_switch(samples, old, new) for old, new in combinations(samples.weights, 2)],
     }
 
 
-def _describe_dump(dump: Dump) -> dict[str, Any]:
+def describe_files(dumps: Sequence[Dump]) -> dict[str, Any]:
+    """Return what was read of each file, and what is wrong with each sample that was left out."""
     return {
-        "path": str(dump.path),
-        "rows": len(dump.shard["tokens"]),
-        "steps": len(dump.shard["step_row_counts"]),
-        "skipped": len(dump.complaints),
+        "dumps": [
+            {
+                "path": str(dump.path),
+                "rows": len(dump.shard.get("tokens", ())),
+                "steps": len(dump.shard.get("step_row_counts", ())),
+                "skipped": len(dump.complaints),
+            }
+            for dump in dumps
+        ],
+        "skipped": [complaint for dump in dumps for complaint in dump.complaints],
     }
+
+
+def _describe_unavailable(dumps: Sequence[Dump], samples: SampleWeights) -> dict[str, str]:
+    """Return why figures are not there, by mode or part."""
+    reasons = {mode.value: reason for mode, reason in samples.refusals.items()}
+    without_group = next((dump.without_group for dump in dumps if dump.without_group), "")
+    if samples.prompts is None:
+        reasons["prompts"] = without_group
+    if samples.advantages is None:
+        reasons["push"] = f"{without_group}; {BY_PLACE}"
+    return reasons
 
 
 def _describe_data(dumps: Sequence[Dump], samples: SampleWeights, is_right: Tensor) -> dict[str, Any]:
@@ -109,16 +121,16 @@ def _describe_groups(args: Namespace, samples: SampleWeights) -> dict[str, Any] 
     """Return counts of prompt groups: of all, of those of another size, and of those that teach nothing."""
     if samples.prompts is None:
         return None
-    sizes = group_sizes(samples.prompts)
-    size = args.n_samples_per_prompt or most_frequent(sizes.tolist())
-    is_same = has_one_reward(samples.prompts, samples.centred_rewards)
+    sizes = group_sizes(samples.prompts).tolist()
+    size = args.n_samples_per_prompt or most_frequent(sizes)
+    is_same = has_one_reward(samples.prompts, samples.centred_rewards).tolist()
     return {
         "groups": len(sizes),
         "size": size,
-        "incomplete": int((sizes < size).sum()),
-        "larger": int((sizes > size).sum()),
-        "one_reward": int(is_same.sum()),
-        "samples_of_one_reward": int(sizes[is_same].sum()),
+        "incomplete": sum(each < size for each in sizes),
+        "larger": sum(each > size for each in sizes),
+        "one_reward": sum(is_same),
+        "samples_of_one_reward": sum(compress(sizes, is_same)),
     }
 
 
@@ -169,7 +181,7 @@ def _heaviest(samples: SampleWeights, by_prompt: Tensor, dumps: Sequence[Dump], 
     dump_of = torch.zeros_like(sizes).index_copy(0, samples.prompts, samples.dumps)
     # To 12 digits of the whole, since sums over tokens that are equal on paper differ by rounding.
     shares = (by_prompt / by_prompt.sum()).nan_to_num().mul(1e12).round()
-    order = shares.sort(descending=True, stable=True).indices[:top].tolist()
+    order = shares.sort(descending=True, stable=True).indices.tolist()[:top]
     return [
         {
             "dump": str(dumps[int(dump_of[prompt])].path),
@@ -188,7 +200,7 @@ def _describe_push(samples: SampleWeights, weights: Tensor, is_right: Tensor) ->
     active token in multiples of the mean magnitude over all active tokens.
     """
     # A sample without response tokens has no advantage, and no weight either.
-    pushes = weights * samples.advantages.nan_to_num()
+    pushes = torch.where(samples.lengths > 0, weights * samples.advantages, 0.0)
     magnitude = pushes.abs().sum()
 
     def cell(member: Tensor) -> dict[str, float | None]:

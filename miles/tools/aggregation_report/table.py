@@ -10,6 +10,8 @@ from typing import Any
 WIDTH = 100
 LABEL, CELL = 40, 15
 """Columns of a row's name, and of each number."""
+RANK = 8
+"""Columns of the place in a list, if the numbers need all others."""
 
 QUARTERS = ("shortest quarter", "second quarter", "third quarter", "longest quarter")
 
@@ -40,13 +42,14 @@ def _data(report: dict[str, Any]) -> list[str]:
     lines = [
         ("rollouts", f"{names}, {_plural(data['steps'], 'optimizer step')}"),
         ("samples", f"{data['samples']:,} ({_plural(data['rows'], 'row')}: {statuses})"),
-        ("active tokens", f"{data['active_tokens']:,} of {data['response_tokens']:,} response tokens"),
+        ("active tokens", f"{data['active_tokens']:,} of {_plural(data['response_tokens'], 'response token')}"),
         ("fully masked samples", f"{data['fully_masked_samples']:,}"),
         ("right, wrong", f"{data['right_samples']:,}, {data['wrong_samples']:,} (right: {settings['right']})"),
         *(_groups(groups, settings) if groups else ()),
         (
             "constant",
-            f"L = {settings['constant_divisor']:,g} tokens" + ("" if given else ", the longest response (--divisor)"),
+            f"L = {_plural(settings['constant_divisor'], 'token')}"
+            + ("" if given else ", the longest response (--divisor)"),
         ),
     ]
     if data["has_loss_weights"]:
@@ -124,17 +127,33 @@ def _heaviest_prompts(report: dict[str, Any]) -> list[str]:
     number_of = {dump["path"]: f"{number}/" for number, dump in enumerate(report["dumps"], start=1)}
     if len(number_of) == 1:
         number_of = dict.fromkeys(number_of, "")
-    lists = [mode["heaviest_prompts"] for mode in report["modes"].values()]
     name = "number of the dump/group_index" if len(number_of) > 1 else "group_index"
-    lines = [f"heaviest prompts, {name}: share (equal shares: {_percent(1 / report['groups']['groups'])})"]
-    lines += [
-        _line(
-            f"  {place}.",
-            (f"{number_of[prompt['dump']]}{prompt['group_index']}: {_percent(prompt['share'])}" for prompt in prompts),
-        )
-        for place, prompts in enumerate(zip(*lists, strict=True), start=1)
+    lists = [mode["heaviest_prompts"] for mode in report["modes"].values()]
+    cells = [
+        [(f"{number_of[prompt['dump']]}{prompt['group_index']}:", _percent(prompt["share"])) for prompt in prompts]
+        for prompts in zip(*lists, strict=True)
     ]
-    return lines
+    heading = f"heaviest prompts, {name}: share (equal shares: {_percent(1 / report['groups']['groups'])})"
+    return [heading, *_named_numbers(cells, tuple(report["modes"]))]
+
+
+def _named_numbers(rows: Sequence[Sequence[tuple[str, str]]], columns: Sequence[str]) -> list[str]:
+    """Return numbered rows of cells of a name and a number, in columns as wide as the longest cell needs.
+
+    Wider than `CELL`, they have heads of their own; where they would be too wide, names stand above their numbers.
+    """
+    beside, above = [], []
+    for place, row in enumerate(rows, start=1):
+        beside.append((f"  {place}.", [" ".join(cell) for cell in row]))
+        above += [(f"  {place}.", [name for name, _ in row]), ("", [number for _, number in row])]
+    lines = beside if _cell(beside) * len(columns) <= WIDTH - RANK else above
+    cell = _cell(lines)
+    head = [] if cell == CELL else [_line("", columns, cell=cell)]
+    return head + [_line(label, texts, cell=cell) for label, texts in lines]
+
+
+def _cell(lines: Sequence[tuple[str, Sequence[str]]]) -> int:
+    return max(CELL, *(1 + len(text) for _, texts in lines for text in texts))
 
 
 def _pushes(report: dict[str, Any]) -> list[str]:
@@ -148,7 +167,7 @@ def _pushes(report: dict[str, Any]) -> list[str]:
         "push on length: weight x advantage, in shares of its magnitude over all samples. Above 0 the step makes such "
         "answers more likely, below 0 less.",
     )
-    lines += _push_rows(pushes, "share", _signed_percent)
+    lines += [_line("", report["modes"]), *_push_rows(pushes, "share", _signed_percent)]
     difference = (_signed_percent(push["longest_minus_shortest"]["share"]) for push in pushes)
     lines.append(_line("  longest minus shortest", difference))
     lines.append("push on one active token (1: the mean magnitude over all active tokens)")
@@ -193,15 +212,22 @@ def _missing(unavailable: dict[str, str]) -> list[str]:
 
 
 def _line(label: str, cells: Iterable[str], *, cell: int = CELL) -> str:
-    return (f"{label:<{LABEL}}" + "".join(f" {text:>{cell - 1}}" for text in cells)).rstrip()
+    cells = tuple(cells)
+    room = min(LABEL, WIDTH - cell * len(cells))
+    return (f"{label:<{room}}" + "".join(f" {text:>{cell - 1}}" for text in cells)).rstrip()
 
 
 def _wrapped(head: str, text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
 
 
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def plain(number: float) -> str:
+    """Return a number with up to 12 digits, thousands apart."""
+    return f"{number:,.12g}"
+
+
+def _plural(number: float, noun: str) -> str:
+    return f"{plain(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def _span(quarter: dict[str, Any]) -> str:
@@ -227,4 +253,6 @@ def _signed_percent(value: float | None) -> str:
 
 
 def _signed(value: float | None) -> str:
-    return "-" if value is None else f"{round(value, 3) + 0.0:+.3f}"
+    if value is None:
+        return "-"
+    return f"{round(value, 3) + 0.0:+.3f}" if abs(value) < 1e5 else f"{value:+.3e}"

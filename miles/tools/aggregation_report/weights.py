@@ -150,9 +150,11 @@ def _of_first_token(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _of_samples(by_rollout: Tensor, rows: Tensor) -> Tensor:
-    """Return `[N]` what the rows of each sample share, from `[B]`."""
+    """Return `[N]` what the rows of each sample share, from `[B]`; NaN is a row that cannot tell."""
     samples = rows.new_zeros(int(by_rollout.max()) + 1)
+    can_tell = ~rows.isnan()
     samples[by_rollout] = rows
+    samples[by_rollout[can_tell]] = rows[can_tell]
     return samples
 
 

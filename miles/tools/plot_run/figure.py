@@ -1,33 +1,36 @@
 """The picture of runs side by side: one panel a metric, one colour a group of runs.
 
-Shapes: R runs of a group, K steps that a run logged, S steps that all runs of a group logged.
+Shapes: R runs of a group, K steps of a run, S points of a group.
 """
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from miles.tools.figure_style import (
-    MODE_STYLES,
-    OTHER_STYLES,
     REFERENCE_COLOUR,
     Style,
     figure_style,
     label_in_plain_numbers,
     new_figure,
+    require_matplotlib,
 )
-from miles.tools.plot_run.runs import RunGroup
+from miles.tools.plot_run.runs import RunGroup, escape
+from miles.tools.plot_run.styles import group_styles
 from miles.utils.tracking import LOSS_KEY, REWARD_KEY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+logger = logging.getLogger(__name__)
 
 LENGTH_KEY = "rollout/response_lengths"
 GRADIENT_NORM_KEY = "train/grad_norm"
@@ -69,12 +72,10 @@ class GroupSeries:
     """A metric of a group of runs.
 
     Attributes:
-        runs: (steps, values) of each of the R runs, [K] int64 and [K] float64, NaN where a value is not finite.
-        steps: [S] int64 steps at which every run has a finite value.
-        values: [R, S] float64 the runs' values there.
+        steps: [S] int64 steps of any run, and one step in each gap between them, so that no line leads over it.
+        values: [R, S] float64 the runs' values there, NaN where a run has none or one that is not finite.
     """
 
-    runs: Sequence[tuple[np.ndarray, np.ndarray]]
     steps: np.ndarray
     values: np.ndarray
 
@@ -103,23 +104,13 @@ def _window_sums(values: np.ndarray, size: int) -> np.ndarray:
 
 def group_series(group: RunGroup, key: str, *, smooth: int = 1) -> GroupSeries:
     """Return a metric of the group's runs, each smoothed by `running_mean`."""
-    runs = [(steps, running_mean(values, smooth)) for steps, values in (run.series(key) for run in group.runs)]
-    shared = reduce(np.intersect1d, (steps[np.isfinite(values)] for steps, values in runs))
-    return GroupSeries(runs, shared, np.stack([values[np.isin(steps, shared)] for steps, values in runs]))
-
-
-def group_styles(groups: Sequence[RunGroup]) -> list[Style]:
-    """Return a style for each group: the mode's where modes differ, with other dashes for further groups of a mode."""
-    modes = [group.mode for group in groups]
-    if len(groups) > len(set(modes)) == 1:
-        return [OTHER_STYLES[place % len(OTHER_STYLES)] for place in range(len(groups))]
-    return [_nth_style(mode, modes[:place].count(mode)) for place, mode in enumerate(modes)]
-
-
-def _nth_style(mode: str | None, number: int) -> Style:
-    style = MODE_STYLES.get(mode, OTHER_STYLES[len(MODE_STYLES)])  # of runs whose mode is not known, no mode's colour
-    dashes = [style.dashes, *(other.dashes for other in OTHER_STYLES if other.dashes != style.dashes)]
-    return replace(style, dashes=dashes[number % len(dashes)])
+    runs = [run.series(key) for run in group.runs]
+    steps = reduce(np.union1d, (steps for steps, _ in runs))
+    steps = np.union1d(steps, steps[:-1][np.diff(steps) > 1] + 1)
+    values = np.full((len(runs), len(steps)), np.nan)
+    for row, (own_steps, own_values) in zip(values, runs, strict=True):
+        row[np.searchsorted(steps, own_steps)] = running_mean(own_values, smooth)
+    return GroupSeries(steps, values)
 
 
 def draw_runs(groups: Sequence[RunGroup], *, smooth: int = 1) -> Figure:
@@ -132,17 +123,16 @@ def draw_runs(groups: Sequence[RunGroup], *, smooth: int = 1) -> Figure:
     Raises:
         UserError: matplotlib is not installed, or the groups are too many for one figure.
     """
-    labels = [textwrap.fill(group.label, LEGEND_CHARACTERS - ENTRY_CHARACTERS) for group in groups]
+    styles = group_styles(groups)
+    labels = [textwrap.fill(text, LEGEND_CHARACTERS - ENTRY_CHARACTERS) or " " for text in _drawable(groups)]
     longest = max(len(line) for label in labels for line in label.splitlines())
     columns = min(len(groups), max(LEGEND_CHARACTERS // (longest + ENTRY_CHARACTERS), 1))
     num_lines = -(-len(groups) // columns) * max(label.count("\n") + 1 for label in labels)
-    styles = group_styles(groups)
     with figure_style():
         figure = new_figure(WIDTH, HEIGHT + ROW_HEIGHT * num_lines)
         for axes, panel in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
             _draw_panel(axes, panel, groups, styles, smooth)
-        handles = [_legend_line(style, label) for style, label in zip(styles, labels, strict=True)]
-        figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=3.2)
+        _draw_legend(figure, styles, labels, columns)
         figure.supxlabel(_caption(groups, smooth), fontsize="medium")
     return figure
 
@@ -151,7 +141,7 @@ def _draw_panel(axes: Axes, panel: Panel, groups: Sequence[RunGroup], styles: Se
     all_series = [group_series(group, panel.key, smooth=smooth) for group in groups]
     for series, style in zip(all_series, styles, strict=True):
         _draw_series(axes, series, style)
-    values = np.concatenate([values for series in all_series for _, values in series.runs])
+    values = np.concatenate([series.values.ravel() for series in all_series])
     values = values[np.isfinite(values)]
     if not len(values):
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color=REFERENCE_COLOUR)
@@ -162,21 +152,47 @@ def _draw_panel(axes: Axes, panel: Panel, groups: Sequence[RunGroup], styles: Se
 
 
 def _draw_series(axes: Axes, series: GroupSeries, style: Style) -> None:
-    if len(series.runs) == 1:
-        [(steps, values)] = series.runs
-        axes.plot(steps, values, color=style.colour, linestyle=style.dashes)
-        return
-    for steps, values in series.runs:
-        axes.plot(steps, values, color=style.colour, linewidth=0.6, alpha=0.45)
-    low, high = series.values.min(axis=0), series.values.max(axis=0)
-    axes.fill_between(series.steps, low, high, color=style.colour, alpha=0.12, linewidth=0)
-    axes.plot(series.steps, series.values.mean(axis=0), color=style.colour, linestyle=style.dashes)
+    if len(series.values) > 1:
+        for values in series.values:
+            _draw_line(axes, series.steps, values, style, linestyle="-", linewidth=0.6, markersize=2.0, alpha=0.45)
+        low, high = series.values.min(axis=0), series.values.max(axis=0)  # NaN where a run has none
+        axes.fill_between(series.steps, low, high, color=style.colour, alpha=0.12, linewidth=0)
+    _draw_line(axes, series.steps, series.values.mean(axis=0), style, linestyle=style.dashes)
 
 
-def _legend_line(style: Style, label: str) -> object:
+def _draw_line(axes: Axes, steps: np.ndarray, values: np.ndarray, style: Style, **look: Any) -> None:
+    """Draw a line with gaps where there is no value, and a marker at each point that no line reaches."""
+    has_value = np.pad(np.isfinite(values), 1)
+    is_alone = has_value[1:-1] & ~has_value[:-2] & ~has_value[2:]
+    axes.plot(steps, values, color=style.colour, marker=style.marker, markevery=is_alone, **look)
+
+
+def _draw_legend(figure: Figure, styles: Sequence[Style], labels: Sequence[str], columns: int) -> None:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], color=style.colour, linestyle=style.dashes, label=label)
+    handles = [Line2D([], [], color=style.colour, linestyle=style.dashes) for style in styles]
+    blank = [" "] * len(labels)
+    legend = figure.legend(handles, blank, loc="outside upper center", ncols=columns, handlelength=3.2)
+    for text, label in zip(legend.get_texts(), labels, strict=True):
+        text.set(text=label, parse_math=False)  # a person's, where "$" and a "_" in front mean nothing
+
+
+def _drawable(groups: Sequence[RunGroup]) -> list[str]:
+    """Return the labels; characters that the figure's font lacks are escaped, which one warning says."""
+    require_matplotlib()
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    with figure_style():
+        characters = get_font(findfont(FontProperties())).get_charmap()
+    labels = [escape(group.label, lambda char: ord(char) in characters) for group in groups]
+    changed = sum(label != group.label for label, group in zip(labels, groups, strict=True))
+    if changed:
+        logger.warning(
+            "the figure's font lacks characters of %d legend entries; they stand there as \\uXXXX, their numbers in "
+            "Unicode",
+            changed,
+        )
+    return labels
 
 
 def _caption(groups: Sequence[RunGroup], smooth: int) -> str:
@@ -184,5 +200,12 @@ def _caption(groups: Sequence[RunGroup], smooth: int) -> str:
     notes = [f"running mean over {smooth} steps"] if smooth > 1 else []
     if max(sizes) > 1:
         count = f"{max(sizes)} runs" if len(sizes) == 1 else "runs"
-        notes.append(f"bold: mean of {count}; thin: each of them; band: their range")
+        where = "" if _are_alike(groups) else ", where each has a value"
+        notes.append(f"bold: mean of {count}{where}; thin: each of them; band: their range")
     return "\n".join(filter(None, ["optimizer step", "; ".join(notes)]))
+
+
+def _are_alike(groups: Sequence[RunGroup]) -> bool:
+    """Whether in each group and panel all runs have their values at the same steps."""
+    has_value = (np.isfinite(group_series(group, panel.key).values) for group in groups for panel in PANELS)
+    return all((rows == rows[0]).all() for rows in has_value)

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,9 @@ class Run:
     records: Sequence[Mapping[str, Any]]
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps that logged `key`, [K] int64, and the values, [K] float64: NaN where JSON has null."""
-        logged = [(record[STEP_KEY], record[key]) for record in self.records if key in record]
-        steps = np.array([step for step, _ in logged], dtype=np.int64)
-        return steps, np.array([_as_number(value) for _, value in logged], dtype=np.float64)
+        """Return the run's steps, [K] int64, and the values of `key`, [K] float64: NaN where a step has none."""
+        steps = np.array([record[STEP_KEY] for record in self.records], dtype=np.int64)
+        return steps, np.array([_as_number(record.get(key)) for record in self.records], dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,14 @@ class RunGroup:
         label: What sets them apart from the other groups.
         mode: Their `--loss-aggregation`, None where it is not known.
         runs: The runs, at least one.
+        setting: What sets them apart from other groups of their mode: the values of all arguments that differ within
+            a mode. Groups of two modes may have the same.
     """
 
     label: str
     mode: str | None
     runs: Sequence[Run]
+    setting: tuple[str, ...] = ()
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -78,15 +81,21 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: a folder is no run's, a file cannot be read, or no run has a step.
     """
-    repeated = sorted({str(path) for path in directories if directories.count(path) > 1})
-    if repeated:
-        raise UserError(
-            f"each run is drawn once, but {repeated[0]} is named {directories.count(Path(repeated[0]))} times"
-        )
+    _refuse_repeated(directories)
     runs = [run for path in directories if (run := read_run(path)).records]
     if not runs:
         raise UserError(f"nothing to draw: none of {', '.join(map(str, directories))} has finished a step yet")
     return runs
+
+
+def _refuse_repeated(directories: Sequence[Path]) -> None:
+    seen: dict[str, Path] = {}
+    for path in directories:
+        place = os.path.realpath(path)
+        if place in seen:
+            same = f"{path} twice" if seen[place] == path else f"{seen[place]} and {path}, which are one folder"
+            raise UserError(f"each run is drawn once, got {same}; name it once")
+        seen[place] = path
 
 
 def read_run(directory: Path) -> Run:
@@ -133,9 +142,10 @@ def group_runs(runs: Sequence[Run]) -> list[RunGroup]:
     keys = differing_arguments(runs)
     groups: dict[Any, list[Run]] = {}
     for run in runs:
-        values = run.arguments and tuple(_as_json(run.arguments.get(key)) for key in keys)
+        values = run.arguments and _values(run.arguments, keys)
         groups.setdefault(run.directory if values is None else values, []).append(run)
-    return [_make_group(members, keys) for members in groups.values()]
+    told = _differing_within_modes([members[0] for members in groups.values()], keys)
+    return [_make_group(members, keys, told) for members in groups.values()]
 
 
 def differing_arguments(runs: Sequence[Run]) -> list[str]:
@@ -148,11 +158,30 @@ def differing_arguments(runs: Sequence[Run]) -> list[str]:
     return [name for name in names if len({_as_json(arguments.get(name)) for arguments in known}) > 1]
 
 
-def _make_group(runs: Sequence[Run], keys: Sequence[str]) -> RunGroup:
+def _differing_within_modes(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """Return those of `keys` in which runs of one mode differ; what goes with the mode, as its divisor, is not."""
+    known = [run.arguments for run in runs if run.arguments is not None]
+    modes = {_as_json(arguments.get(MODE_ARGUMENT)) for arguments in known}
+    num_pairs = {key: len({_values(arguments, (MODE_ARGUMENT, key)) for arguments in known}) for key in keys}
+    return [key for key in keys if num_pairs[key] > len(modes)]
+
+
+def _make_group(runs: Sequence[Run], keys: Sequence[str], setting_keys: Sequence[str]) -> RunGroup:
     arguments = runs[0].arguments
     told = [] if arguments is None else [_describe(key, arguments.get(key)) for key in keys]
     label = ", ".join(filter(None, told)) or ", ".join(run.directory.resolve().name for run in runs)
-    return RunGroup(label, arguments and arguments.get(MODE_ARGUMENT), runs)
+    setting = (str(runs[0].directory),) if arguments is None else _values(arguments, setting_keys)
+    return RunGroup(escape(label, str.isprintable), arguments and arguments.get(MODE_ARGUMENT), runs, setting)
+
+
+def escape(text: str, is_shown: Callable[[str], bool]) -> str:
+    """Return `text` with each character that cannot be shown as its escape: a backslash, a letter, its number.
+
+    Args:
+        text: From a person: a folder's name, say, which may hold anything.
+        is_shown: Of one character.
+    """
+    return "".join(char if is_shown(char) else char.encode("unicode_escape").decode() for char in text)
 
 
 def _describe(key: str, value: Any) -> str:
@@ -183,6 +212,10 @@ def _read_text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _values(arguments: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(_as_json(arguments.get(key)) for key in keys)
 
 
 def _as_number(value: Any) -> float:

@@ -1,5 +1,6 @@
 """`metrics.jsonl`, the record of a run that is always kept; every other tracker follows it."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -8,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from miles.utils.errors import UserError
+from miles.utils.errors import RankError, UserError
 from miles.utils.tracking.keys import ROLLOUT_KEY, STEP_KEY
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class MetricsLog:
             partial.replace(path)
             self._file = path.open("a")
         except OSError as error:
-            raise UserError(f"cannot write metrics to {path} (--output-dir): {error}") from error
+            raise UserError(_cannot_write(path, error)) from error
 
     @property
     def next_step(self) -> int:
@@ -58,15 +59,27 @@ class MetricsLog:
         return self.records[-1][STEP_KEY] + 1 if self.records else 0
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """Append one step. JSON has no NaN and no infinity; such a value becomes null."""
+        """Append one step. JSON has no NaN and no infinity; such a value becomes null.
+
+        Raises:
+            RankError: it cannot be written, the disk being full, say.
+        """
         record = {key: _as_json_number(value) for key, value in metrics.items()}
+        try:
+            self._file.write(f"{json.dumps(record)}\n")
+            self._file.flush()
+        except OSError as error:
+            raise RankError(_cannot_write(self.path, error)) from error
         self.records.append(record)
-        self._file.write(f"{json.dumps(record)}\n")
-        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # of what `write` could not write, and has told
+            self._file.close()
+
+
+def _cannot_write(path: Path, error: OSError) -> str:
+    return f"cannot write metrics to {path} (--output-dir): {error.strerror}; make room, or name another folder"
 
 
 def _free_name(path: Path) -> Path:

@@ -79,7 +79,7 @@ def open_trackers(args: Namespace, metrics: MetricsLog) -> Trackers:
     """
     directory, arguments = metrics.path.parent, arguments_as_json(args)
     openers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoardTracker(directory, arguments, first_step=metrics.next_step),
+        "tensorboard": lambda: TensorBoardTracker(directory, arguments, earlier=metrics.records),
         "wandb": lambda: WandbTracker(args, directory, arguments, earlier=metrics.records),
     }
     return Trackers({name: _open(name, openers[name]) for name in args.tracking if name in openers})

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from miles.tools.plot_run.styles import DASHES, MAX_GROUPS
 from miles.utils.argument_groups.tracking import TRACKING
 from miles.utils.arguments import build_parser
 from miles.utils.tracking import tensorboard_tracker, wandb_tracker
@@ -20,3 +21,8 @@ def test_the_page_names_the_folders_and_the_time():
     assert f"`{tensorboard_tracker.FOLDER}/`" in PAGE and f"`{wandb_tracker.FOLDER}/`" in PAGE
     assert f"`{wandb_tracker.FOLDER}/{wandb_tracker.RUN_ID_NAME}`" in PAGE
     assert wandb_tracker.FINISH_SECONDS == 60.0 and "waits for it for a minute at most" in " ".join(PAGE.split())
+
+
+def test_the_page_counts_the_lines_that_a_figure_tells_apart():
+    text = " ".join(PAGE.split())
+    assert f"more than {len(DASHES)} settings" in text and f"more than {MAX_GROUPS} groups" in text

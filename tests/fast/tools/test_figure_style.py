@@ -113,7 +113,7 @@ def test_a_persons_own_settings_neither_change_a_figure_nor_are_changed(matplotl
 
 def test_axes_of_logarithms_have_plain_numbers(matplotlib):
     with figure_style.figure_style():
-        axes = new_figure(4, 3).subplots()
+        axes = new_figure(6, 3).subplots()
         axes.plot([30, 3000], [0.02, 0.02])
         axes.set(xscale="log", yscale="log")
         figure_style.label_in_plain_numbers(axes.xaxis)
@@ -121,6 +121,27 @@ def test_axes_of_logarithms_have_plain_numbers(matplotlib):
         labels = [axes.xaxis.get_major_formatter()(value, None) for value in axes.get_xticks()]
     assert {"50", "100", "1,000", "2,000"} <= set(labels)
     assert axes.get_ylim() == pytest.approx((0.01, 0.04))
+
+
+@pytest.mark.parametrize(
+    ("values", "limits"),
+    [
+        ([5.0, 5.0], (2.5, 10)),
+        # The middle is the geometric mean, 6; 4 to 9 in all spans 2.25, too little.
+        ([4.0, 9.0], (3, 12)),
+        # 1 to 3.61: 1.1 times 1.9 to either side of 1.9
+        ([1.0, 3.61], (1 / 1.1, 3.61 * 1.1)),
+        ([0.0, 5.0], (2.5, 10)),
+        ([1e-200, 1e-200], (5e-201, 2e-200)),
+    ],
+)
+def test_axes_of_logarithms_span_a_factor_of_four(matplotlib, values, limits):
+    with figure_style.figure_style():
+        axes = new_figure(4, 3).subplots()
+        axes.plot([1, 2], values)
+        axes.set(yscale="log")
+        figure_style.label_in_plain_numbers(axes.yaxis)
+    assert axes.get_ylim() == pytest.approx(limits)
 
 
 def test_a_figure_that_nobody_could_look_at(matplotlib):
@@ -134,6 +155,7 @@ def test_a_figure_that_nobody_could_look_at(matplotlib):
         ("a.pdf", r"a figure is written as \.png, got '.*a\.pdf'; name it a\.png"),
         ("a", r"a figure is written as \.png, got '.*a'; name it a\.png"),
         ("absent/a.png", r"cannot write figure .*absent/a\.png: .*absent is not a folder; make it first"),
+        ("", r"cannot write figure .*: it is a folder; name a file in it, such as .*figure\.png"),
         ("folder.png", r"cannot write figure .*folder\.png: it is a folder; name a file in it"),
     ],
 )
@@ -144,7 +166,7 @@ def test_paths_that_cannot_be_written_are_refused_before_anything_is_computed(tm
 
 
 def test_a_folder_without_permission(tmp_path, monkeypatch):
-    monkeypatch.setattr(figure_style.os, "access", lambda path, mode: False)
+    monkeypatch.setattr("miles.utils.misc.os.access", lambda path, mode: False)
     with pytest.raises(UserError, match=r"a\.png: no permission to write into .*; name another folder"):
         check_figure_path(tmp_path / "a.png")
 

@@ -30,7 +30,9 @@ def test_summary(tmp_path):
         f"checkpoint: {tmp_path}/iter_0000020",
     ]
     finished = describe_run(metrics, num_rollouts=20, num_planned=20, seconds=1.0, checkpoint=None)
-    assert finished.startswith("finished: 20 of 20") and "checkpoint" not in finished
+    assert finished.startswith("finished: 20 of 20 rollouts, ") and "checkpoint" not in finished
+    resumed = describe_run(metrics, num_rollouts=20, num_planned=15, seconds=1.0, checkpoint=None)
+    assert resumed.startswith("finished: 20 rollouts, more than --num-rollout 15, 20 optimizer steps, ")
 
 
 def test_summary_does_not_count_skipped_steps(tmp_path):

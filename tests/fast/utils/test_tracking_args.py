@@ -63,9 +63,11 @@ def test_the_file_overrides_the_command_line(parse, text, tracking):
     [
         ("tracking: mlflow", r"^--tracking takes one or several of jsonl, tensorboard, wandb; got 'mlflow'$"),
         ("tracking: [wandb, csv]", r"^--tracking takes one or several of .*; got \['wandb', 'csv'\]$"),
-        ("tracking: 1", r"tracking \(--tracking\) must be a string; got 1 \(int\)"),
-        ("tracking: [wandb, true]", r"tracking \(--tracking\) must be a string; got True \(bool\)"),
-        ("tracking: {wandb: 1}", r"tracking \(--tracking\) must be a string; got \{'wandb': 1\} \(dict\)"),
+        ("tracking: 1", r"tracking \(--tracking\) must be a string, or a list of such; got 1 \(int\)$"),
+        ("tracking: [1]", r"tracking \(--tracking\) must be a string, or a list of such; got 1 \(int\) in the list$"),
+        ("tracking: [wandb, true]", r"a string, or a list of such; got True \(bool\) in the list$"),
+        ("tracking: [[wandb]]", r"a string, or a list of such; got \['wandb'\] \(list\) in the list$"),
+        ("tracking: {wandb: 1}", r"a string, or a list of such; got \{'wandb': 1\} \(dict\)$"),
         ("wandb_mode: shared", r"wandb_mode \(--wandb-mode\) must be one of online, offline, disabled; got 'shared'"),
     ],
 )

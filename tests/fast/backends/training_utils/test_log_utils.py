@@ -10,6 +10,7 @@ from miles.backends.training_utils.data import move_to_device
 from miles.backends.training_utils.log_utils import aggregate_train_losses, log_rollout_data, log_train_step
 from miles.backends.training_utils.parallel import GroupInfo, set_parallel_state
 from miles.ray.rollout.train_data_conversion import process_rollout_data_shard, split_train_data_by_dp
+from miles.utils.errors import UserError
 from tests.fast.backends.training_utils.harness import train_data_of
 from tests.fast.backends.training_utils.layout import batch_sizes, mode_namespace, simulated_state
 from tests.fast.oracle import MODES, Row
@@ -238,3 +239,10 @@ def test_rollout_log_survives_an_unknown_column():
 def test_train_step_has_the_hosts_names():
     logged = log_train_step(mode_namespace("token_mean"), {"loss": 0.5, "pg_loss": 0.25}, 2.0, 3, 1, 4)
     assert logged == {"train/loss": 0.5, "train/pg_loss": 0.25, "train/grad_norm": 2.0, "train/step": 13}
+
+
+@pytest.mark.parametrize("name", ["grad_norm", "lr-pg_0", "num_tokens", "step", "skipped_steps"])
+def test_a_metric_of_the_loss_does_not_take_the_name_of_the_step_s(name):
+    extra = {"lr-pg_0": 0.1, "num_tokens": 7}
+    with pytest.raises(UserError, match=f"returned the metric {name}, which every step logs itself; give it another"):
+        log_train_step(mode_namespace("token_mean"), {"loss": 0.5, name: 1.0}, 2.0, 3, 1, 4, extra_metrics=extra)

@@ -12,11 +12,14 @@ from miles.backends.training_utils.loss_hub.correction_contract import check_cor
 from miles.backends.training_utils.loss_hub.losses import policy_loss_function
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.loss_hub.responses import Responses
+from miles.trainer import main
 from miles.utils.errors import UserError
+from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks
 from tests.fast.backends.training_utils.layout import mode_namespace
 from tests.fast.backends.training_utils.loss.inputs import CUT, Step
 from tests.fast.backends.training_utils.loss.test_loss_snapshot import run
 from tests.fast.oracle import MODES
+from tests.fast.tiny_runs import TINY, read_metrics
 
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([1])]
 PG_LOSS = torch.arange(4.0)
@@ -203,6 +206,19 @@ def test_a_custom_loss_may_wrap_the_policy_loss(mode):
     value, gradient, metrics = run(wrapped, step, CUT)
     assert value == plain[0] and metrics == plain[2]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradient, plain[1], strict=True))
+
+
+def loss_that_counts_tokens(args, batch, logits, sum_of_sample_mean):
+    loss, metrics = policy_loss_function(args, batch, logits, sum_of_sample_mean)
+    return loss, {**metrics, "num_tokens": loss.detach()}
+
+
+def test_a_custom_loss_that_takes_the_step_s_names_stops_every_rank(tmp_path, capfd):
+    options = ["--loss-type", "custom_loss", "--custom-loss-function-path", f"{__name__}.loss_that_counts_tokens"]
+    assert run_ranks(lambda: main([*TINY, *options, "--output-dir", str(tmp_path)]), 2) == [2, 2]
+    assert read_metrics(tmp_path) == []
+    told = "metric num_tokens, which every step logs itself; give it another name"
+    assert capfd.readouterr().err.count(told) == 1
 
 
 def wrapped_policy_loss(args, batch, logits, sum_of_sample_mean):

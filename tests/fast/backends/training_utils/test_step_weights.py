@@ -116,6 +116,12 @@ def test_effective_number(weights, number):
     assert effective_number(torch.tensor(weights)) == pytest.approx(number)
 
 
+@pytest.mark.parametrize("unit", [1e-310, 1e-200, 1e200, 4e307])
+def test_effective_number_where_squares_leave_the_range_of_float64(unit):
+    weights = torch.tensor([unit, unit, 2 * unit, 0.0], dtype=torch.float64)
+    assert effective_number(weights) == pytest.approx(16 / 6)  # 4^2 / (1 + 1 + 4)
+
+
 def test_masks_that_are_given_are_those_that_are_summed():
     """Without a prepared step the divisors are those of the given masks where rejected tokens are dropped."""
     args, batch = mode_namespace("sample_mean"), example_batch()

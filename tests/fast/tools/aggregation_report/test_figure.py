@@ -1,38 +1,24 @@
 """The report's picture, read back from its lines and bars."""
 
-from types import SimpleNamespace
+from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
 from miles.rollout.debug_data import save_rollout_dump
 from miles.tools.aggregation_report.__main__ import main
-from miles.tools.aggregation_report.figure import BAND, MAX_BINS, bin_weights, draw_weights, quarter_shares
+from miles.tools.aggregation_report.figure import BAND, MAX_BINS, bin_weights, quarter_shares
 from miles.tools.figure_style import MODE_STYLES
-from tests.fast.length_mix import SAMPLES_PER_PROMPT, length_mix, mixed_samples
+from tests.fast.length_mix import length_mix, mixed_samples
+from tests.fast.tools.aggregation_report.pictures import MODES, bars_of, drawn, figure_samples, lines_of, many_samples
 
-MODES = tuple(LossAggregation)
 QUARTERS = ["shortest", "second", "third", "longest"]
 
 
 @pytest.fixture(autouse=True)
 def _matplotlib():
     pytest.importorskip("matplotlib", reason="needs the extra `plot`")
-
-
-def _samples(lengths, divisors, *, active=None, quarters=None):
-    """What the figure reads of `SampleWeights`: a token of sample i weighs 1 / divisors[mode][i]."""
-    active = torch.tensor(lengths if active is None else active)
-    each = {mode: 1 / torch.tensor(values, dtype=torch.float64) for mode, values in divisors.items()}
-    return SimpleNamespace(
-        lengths=torch.tensor(lengths),
-        num_active=active,
-        quarters=torch.tensor(quarters or [min(place, 3) for place in range(len(lengths))]),
-        weights={mode: active * weights for mode, weights in each.items()},
-        token_weights={mode: active * weights / active for mode, weights in each.items()},
-    )
 
 
 def _worked_example(modes=MODES):
@@ -44,21 +30,7 @@ def _worked_example(modes=MODES):
         LossAggregation.TOKEN_MEAN: [10] * 4,
         LossAggregation.CONSTANT: [8 * 4] * 4,
     }
-    return _samples([2, 6, 1, 1], {mode: divisors[mode] for mode in modes}, quarters=[2, 3, 0, 1])
-
-
-def _lines(figure):
-    return {line.get_label(): line.get_xydata() for line in figure.axes[0].lines}
-
-
-def _bars(figure):
-    """Heights of the bars by colour, from the shortest quarter to the longest."""
-    heights = {}
-    for bar in sorted(figure.axes[1].patches, key=lambda bar: bar.get_x()):
-        red, green, blue, _ = bar.get_facecolor()
-        colour = "#{:02X}{:02X}{:02X}".format(*(round(255 * part) for part in (red, green, blue)))
-        heights.setdefault(colour, []).append(bar.get_height())
-    return {mode: heights[style.colour] for mode, style in MODE_STYLES.items() if style.colour in heights}
+    return figure_samples([2, 6, 1, 1], {mode: divisors[mode] for mode in modes}, quarters=[2, 3, 0, 1])
 
 
 def test_lines_are_multiples_of_a_token_under_token_mean():
@@ -69,7 +41,7 @@ def test_lines_are_multiples_of_a_token_under_token_mean():
         "token_mean": [(1, 1), (2, 1), (6, 1)],
         "constant": [(1, 10 / 32), (2, 10 / 32), (6, 10 / 32)],
     }
-    lines = _lines(draw_weights(_worked_example()))
+    lines = lines_of(drawn(_worked_example()))
     assert list(lines) == list(expected)
     for label, points in expected.items():
         np.testing.assert_allclose(lines[label], points, rtol=1e-15)
@@ -77,8 +49,8 @@ def test_lines_are_multiples_of_a_token_under_token_mean():
 
 def test_bars_are_shares_of_the_weight_in_percent():
     # Of the answers with 1, 1, 2 and 6 tokens. prompt_mean: 1/4, 1/4, 2/16 and 6/16 of a whole of 1.
-    figure = draw_weights(_worked_example())
-    bars = _bars(figure)
+    figure = drawn(_worked_example())
+    bars = bars_of(figure)
     assert bars["sample_mean"] == pytest.approx([25, 25, 25, 25])
     assert bars["prompt_mean"] == pytest.approx([25, 25, 12.5, 37.5])
     assert bars["token_mean"] == pytest.approx([10, 10, 20, 60])
@@ -89,7 +61,7 @@ def test_bars_are_shares_of_the_weight_in_percent():
 
 
 def test_each_series_looks_as_its_mode_does_everywhere():
-    figure = draw_weights(_worked_example())
+    figure = drawn(_worked_example())
     for line in figure.axes[0].lines:
         style = MODE_STYLES[line.get_label()]
         assert (line.get_color(), line.get_marker()) == (style.colour, style.marker)
@@ -98,7 +70,7 @@ def test_each_series_looks_as_its_mode_does_everywhere():
 
 
 def test_the_legend_tells_the_divisor():
-    figure = draw_weights(_worked_example(), divisor=1536.0)
+    figure = drawn(_worked_example(), divisor=1536.0)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["sample_mean", "prompt_mean", "token_mean", "constant, L = 1,536", "share of the tokens"]
 
@@ -132,87 +104,91 @@ def _percentile(ascending, q):
 
 def test_a_band_shows_how_far_prompts_spread():
     # 101 answers of 5 tokens that weigh 1/100 to 1/200 a token; the band is from the 6th to the 96th of them.
-    samples = _samples([5] * 101, {LossAggregation.PROMPT_MEAN: [100.0 + place for place in range(101)]})
-    [band] = draw_weights(samples).axes[0].collections
-    heights = band.get_paths()[0].vertices[:, 1]
+    samples = figure_samples([5] * 101, {LossAggregation.PROMPT_MEAN: [100.0 + place for place in range(101)]})
+    [band] = drawn(samples).axes[0].collections
+    lengths, heights = band.get_paths()[0].vertices.T
+    assert lengths.min() < 5 < lengths.max() <= 1.1 * lengths.min()  # else nothing is seen of it
     assert (heights.min(), heights.max()) == pytest.approx((1 / 195, 1 / 105))
 
 
 def test_fully_masked_samples_have_no_token_to_weigh():
-    samples = _samples(
+    samples = figure_samples(
         [3, 4, 5, 9],
         {LossAggregation.SAMPLE_MEAN: [12.0, 16.0, 20.0, 4.0]},
         active=[3, 4, 5, 0],
         quarters=[0, 1, 2, 3],
     )
-    figure = draw_weights(samples)
-    np.testing.assert_allclose(_lines(figure)["sample_mean"], [(3, 1 / 12), (4, 1 / 16), (5, 1 / 20)])
-    assert _bars(figure)["sample_mean"] == pytest.approx([100 / 3, 100 / 3, 100 / 3, 0])
+    figure = drawn(samples)
+    np.testing.assert_allclose(lines_of(figure)["sample_mean"], [(3, 1 / 12), (4, 1 / 16), (5, 1 / 20)])
+    assert bars_of(figure)["sample_mean"] == pytest.approx([100 / 3, 100 / 3, 100 / 3, 0])
 
 
 @pytest.mark.parametrize("absent", MODES)
 def test_modes_that_cannot_be_computed_are_left_out(absent):
-    figure = draw_weights(_worked_example([mode for mode in MODES if mode is not absent]))
-    assert absent.value not in _lines(figure) and absent.value not in _bars(figure)
+    figure = drawn(_worked_example([mode for mode in MODES if mode is not absent]))
+    assert absent.value not in lines_of(figure) and absent.value not in bars_of(figure)
     assert ("1 = token_mean" in figure.axes[0].get_ylabel()) == (absent is not LossAggregation.TOKEN_MEAN)
     assert absent.value not in {text.get_text() for text in figure.legends[0].get_texts()}
 
 
-def test_nothing_but_masked_samples():
-    figure = draw_weights(_samples([3, 4], {mode: [1.0, 2.0] for mode in MODES}, active=[0, 0]))
-    assert all(len(points) == 0 for points in _lines(figure).values())
-    assert all(heights == [0, 0, 0, 0] for heights in _bars(figure).values())
+@pytest.mark.parametrize("modes", [MODES, MODES[:2]])  # as multiples of token_mean's 0, weights are NaN
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_where_no_token_has_weight_the_picture_says_so(is_masked, modes):
+    divisor, active = (1.0, [0, 0]) if is_masked else (float("inf"), [3, 4])  # a loss weight of 0 weighs 1 / inf
+    figure = drawn(figure_samples([3, 4], {mode: [divisor] * 2 for mode in modes}, active=active))
+    assert all(len(points) == 0 for points in lines_of(figure).values())
+    assert all(heights == [0, 0, 0, 0] for heights in bars_of(figure).values())
+    assert [text.get_text() for text in figure.axes[0].texts] == ["no token has weight"]
+    assert len(figure.axes[0].get_xticks()) == len(figure.axes[0].get_yticks()) == 0
+    bottom, top = figure.axes[1].get_ylim()
+    assert (bottom, top) == (0, 100) if is_masked else bottom == 0 and top >= 100 * 4 / 7  # the tokens have shares
+
+
+def test_a_sample_whose_loss_weights_are_zero_leaves_the_axis_to_the_others():
+    divisors = {LossAggregation.PROMPT_MEAN: [2.0, 4.0, float("inf")]}
+    axes = drawn(figure_samples([10, 20, 40], divisors)).axes[0]
+    assert axes.get_ylim() == pytest.approx((8**-0.5 / 2, 8**-0.5 * 2))  # around 1/4 and 1/2
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_of_equal_lengths_every_mode_is_seen(divisor):
+    """Modes weigh the same then: a later one's marker lies within an earlier one's."""
+    figure = drawn(figure_samples([5] * 4, {mode: [divisor] * 4 for mode in MODES}))
+    sizes = [line.get_markersize() for line in figure.axes[0].lines]
+    assert [line.get_xydata().tolist() for line in figure.axes[0].lines] == [[[5.0, 1.0]]] * 4
+    assert all(first >= 1.3 * second for first, second in pairwise(sizes)) and sizes[-1] >= 5
+
+
+@pytest.mark.parametrize("num_modes", [1, 2, 3, 4])
+def test_bars_stand_side_by_side_over_their_quarter(num_modes):
+    figure = drawn(_worked_example(MODES[:num_modes]))
+    bars = sorted(figure.axes[1].patches, key=lambda bar: bar.get_x())
+    edges = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars]
+    assert all(end < start for (_, end), (start, _) in pairwise(edges))
+    for quarter, segment in enumerate(figure.axes[1].collections[0].get_segments()):
+        own = range(quarter * num_modes, (quarter + 1) * num_modes)
+        assert [bars[place].get_hatch() for place in own] == [MODE_STYLES[mode].hatch for mode in MODES[:num_modes]]
+        # Symmetric about the quarter's tick, under all of the line of its tokens, and nowhere else.
+        left, right = edges[own[0]][0], edges[own[-1]][1]
+        assert (left + right) / 2 == pytest.approx(quarter)
+        assert segment[:, 0] == pytest.approx([quarter - 0.42, quarter + 0.42])
+        assert quarter - 0.42 <= left < quarter - 0.36 and quarter + 0.36 < right <= quarter + 0.42
+    assert figure.axes[1].get_ylim()[1] > max(bar.get_height() for bar in bars)
+    widths = [end - start for start, end in edges]
+    assert widths == pytest.approx([widths[0]] * len(widths)) and sum(widths) >= 0.75 * 4
 
 
 def test_one_sample_has_its_axes_around_it():
-    figure = draw_weights(_samples([7], {mode: [7.0] for mode in MODES}, quarters=[3]))
+    figure = drawn(figure_samples([7], {mode: [7.0] for mode in MODES}, quarters=[3]))
     assert figure.axes[0].get_xlim() == pytest.approx((3.5, 14))
     assert figure.axes[0].get_ylim() == pytest.approx((0.5, 2))
-    assert _bars(figure)["constant"] == [0, 0, 0, 100]
-
-
-def _many_samples(number):
-    lengths = [response for _, response in length_mix(number)]
-    total = sum(lengths)
-    groups = np.add.reduceat(lengths, range(0, number, SAMPLES_PER_PROMPT)).repeat(SAMPLES_PER_PROMPT)
-    divisors = {
-        LossAggregation.SAMPLE_MEAN: [number * length for length in lengths],
-        LossAggregation.PROMPT_MEAN: (groups * (number // SAMPLES_PER_PROMPT)).tolist(),
-        LossAggregation.TOKEN_MEAN: [total] * number,
-        LossAggregation.CONSTANT: [2048 * number] * number,
-    }
-    order = np.argsort(np.argsort(lengths, kind="stable"))
-    return _samples(lengths, divisors, quarters=(4 * order // number).tolist())
+    assert bars_of(figure)["constant"] == [0, 0, 0, 100]
 
 
 def test_a_hundred_thousand_samples_are_a_few_points():
-    figure = draw_weights(_many_samples(100_000))
-    assert all(len(points) <= MAX_BINS for points in _lines(figure).values())
+    figure = drawn(many_samples(100_000))
+    assert all(len(points) <= MAX_BINS for points in lines_of(figure).values())
     assert all(len(path.vertices) < 200 for band in figure.axes[0].collections for path in band.get_paths())
-
-
-def test_no_text_lies_on_another():
-    from matplotlib.text import Text
-
-    figure = draw_weights(_many_samples(1024), divisor=131_072)
-    figure.draw_without_rendering()
-    texts = [figure.legends[0]]
-    for axes in figure.axes:
-        texts += [child for child in axes.get_children() if isinstance(child, Text) and child.get_text()]
-        texts += [axes.xaxis.label, axes.yaxis.label]
-        texts += [label for label in (*axes.get_xticklabels(), *axes.get_yticklabels()) if _is_inside(axes, label)]
-    boxes = [text.get_window_extent() for text in texts]
-    clashes = [
-        (first, second) for place, first in enumerate(boxes) for second in boxes[:place] if first.overlaps(second)
-    ]
-    assert not clashes
-    assert all(figure.bbox.contains(*box.min) and figure.bbox.contains(*box.max) for box in boxes)
-
-
-def _is_inside(axes, label):
-    """Whether the label's tick is within the limits: those beyond are there but not drawn."""
-    (x, y), (left, right), (bottom, top) = label.get_position(), axes.get_xlim(), axes.get_ylim()
-    return label.get_text() and (left <= x <= right or x == 0) and (bottom <= y <= top or y == 0)
 
 
 def test_shares_of_nothing_are_zero():

@@ -61,7 +61,7 @@ def step_gradients(path: str, mode: str) -> Iterator[tuple[int, torch.Tensor]]:
 def test_the_gradient_of_a_real_step(tmp_path: Path, mode: str, is_weighted: bool) -> None:
     steps = with_loss_weights([FIRST])[0] if is_weighted else FIRST
     (path,) = write_dumps(tmp_path, [steps])
-    args = arguments(path, f"--global-batch-size={GLOBAL_BATCH_SIZE}")
+    args = arguments(path, f"--global-batch-size={GLOBAL_BATCH_SIZE}", "--prompt-groups=ragged")
     samples = sample_weights(args, [read_dump(args, Path(path), skip_bad=False)], divisor=DIVISOR)
     rows = [row for step in steps for row, _ in step]
     gradients = dict(step_gradients(path, mode))

@@ -73,7 +73,7 @@ def test_unknown_options_and_abbreviations(capsys):
 
 def test_what_the_table_says_of_the_data(tmp_path, capsys):
     paths = write_dumps(tmp_path)
-    assert main([*paths, f"--global-batch-size={GLOBAL_BATCH_SIZE}", "--divisor=16"]) == 0
+    assert main([*paths, f"--global-batch-size={GLOBAL_BATCH_SIZE}", "--prompt-groups=ragged", "--divisor=16"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(DATA) and err == ""
 

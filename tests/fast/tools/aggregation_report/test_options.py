@@ -33,18 +33,19 @@ def test_options_of_training_mean_the_same_here():
 def test_what_is_unset_is_left_to_the_data():
     args = arguments("a.pt")
     assert args.n_samples_per_prompt is args.global_batch_size is args.loss_aggregation_divisor is None
-    assert args.prompt_groups == "ragged"
+    assert args.prompt_groups == "complete"
     args = arguments("a.pt", "--n-samples-per-prompt=3", "--global-batch-size=7", "--divisor=2.5")
     assert (args.n_samples_per_prompt, args.global_batch_size, args.loss_aggregation_divisor) == (3, 7, 2.5)
 
 
+@pytest.mark.parametrize("groups", [[], ["--prompt-groups=ragged"], ["--prompt-groups=complete"]])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_namespace_of_a_mode_is_that_of_training(mode):
-    options = ["--advantage-estimator=gspo", "--disable-grpo-std-normalization", "--reward-key=acc"]
+def test_the_namespace_of_a_mode_is_that_of_training(mode, groups):
+    options = ["--advantage-estimator=gspo", "--disable-grpo-std-normalization", "--reward-key=acc", *groups]
     sizes = ["--n-samples-per-prompt=4", "--global-batch-size=8"]
     mine = vars(args_of_mode(arguments("a.pt", *options, *sizes), mode, divisor=9.0))
     divisor = ["--loss-aggregation-divisor=9"] if mode == "constant" else []
-    theirs = vars(parse_args([*options, *sizes, *divisor, f"--loss-aggregation={mode}", "--prompt-groups=ragged"]))
+    theirs = vars(parse_args([*options, *sizes, *divisor, f"--loss-aggregation={mode}"]))
     assert mine == theirs
 
 
@@ -53,6 +54,7 @@ def test_the_namespace_of_a_mode_is_that_of_training(mode):
     [
         (["--divisor=0"], "needs --loss-aggregation-divisor, a positive finite number of tokens .*got 0.0"),
         (["--divisor=inf"], "a positive finite number of tokens .*got inf"),
+        (["--divisor=1e-320"], "--divisor must be at least 1e-20 tokens; got 9.99989e-321"),
         (["--loss-aggregation-divisor=-3"], "a positive finite number of tokens .*got -3.0"),
         (["--n-samples-per-prompt=0"], "--n-samples-per-prompt must be at least 1; got 0"),
         (["--global-batch-size=-1"], "--global-batch-size must be at least 1; got -1"),

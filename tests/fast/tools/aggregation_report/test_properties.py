@@ -42,7 +42,7 @@ def some_samples(draw: st.DrawFn) -> list[Sample]:
 def look(dumps: list[list[Sample]], *options: str, divisor: float = 7.0) -> tuple[SampleWeights, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         paths = [save_rollout_dump(f"{folder}/{{rollout_id}}.pt", i, samples) for i, samples in enumerate(dumps)]
-        args = arguments(*map(str, paths), *options)
+        args = arguments(*map(str, paths), "--prompt-groups=ragged", *options)
         read = [read_dump(args, path, skip_bad=False) for path in paths]
         samples = sample_weights(args, read, divisor=divisor)
         return samples, describe(args, read, samples, divisor=divisor, top=2, right_above=0.0)

@@ -45,6 +45,7 @@ def test_every_number_against_brute_force(tmp_path, is_weighted, normalization):
     dumps = with_loss_weights(DUMPS) if is_weighted else DUMPS
     paths = write_dumps(tmp_path, dumps)
     options = [f"--global-batch-size={GLOBAL_BATCH_SIZE}", f"--loss-weight-normalization={normalization}"]
+    options.append("--prompt-groups=ragged")
     report = report_on(tmp_path, *paths, "--divisor=16", "--top=3", *options)
     expected = expected_report(dumps, paths, 16, Counting("drop", normalization), top=3)
     assert_same({key: report[key] for key in expected}, expected)
@@ -144,7 +145,14 @@ def test_samples_without_a_group(tmp_path, capsys):
     samples = [sample(length, length % 2, group=None) for length in (1, 2, 3, 4)]
     report = report_of(tmp_path, samples)
     assert sorted(report["unavailable"]) == ["prompt_mean", "prompts", "push"]
-    assert "prompt_mean needs prompt_group_indices" in report["unavailable"]["prompt_mean"]
+    assert report["unavailable"]["prompt_mean"] == (
+        f"{tmp_path}/a.pt: prompt_mean needs a group_index on every sample, and sample 0 (index=None, "
+        "group_index=None) has none; set Sample.group_index to the prompt that the sample answers"
+    )
+    assert report["unavailable"]["prompts"] == (
+        f"{tmp_path}/a.pt: 4 of 4 rows, first sample 0, have no group_index, so nothing says which samples answer the "
+        "same prompt"
+    )
     assert report["groups"] is None and "prompt_mean" not in report["modes"]
     mode = report["modes"]["token_mean"]
     assert mode["effective_prompts"] is None and mode["heaviest_prompts"] is None and mode["push"] is None

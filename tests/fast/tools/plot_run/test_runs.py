@@ -1,6 +1,7 @@
 """What is read of a run's folder, whole, unfinished or damaged, and which runs are repetitions of one."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,12 +33,12 @@ def test_what_training_writes_is_read_back(tmp_path):
     np.testing.assert_array_equal(losses, [0.25, np.nan])
 
 
-def test_a_step_without_a_key_is_no_point_and_null_is_a_hole(tmp_path):
+def test_a_step_without_a_value_is_a_hole(tmp_path):
     # Step 1 was skipped and has no loss; that of step 2 was not finite.
     records = [step(0, 0.5, 7.0, 0.25), step(1, 0.5, 7.0, **{"train/skipped_steps": 1}), step(2, 0.5, 7.0, None)]
     steps, losses = read_run(write_run(tmp_path / "a", records)).series("train/loss")
-    assert steps.tolist() == [0, 2]
-    np.testing.assert_array_equal(losses, [0.25, np.nan])
+    assert steps.tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(losses, [0.25, np.nan, np.nan])
 
 
 @pytest.mark.parametrize("tail", ["", '{"train/st', '{"train/step": 1, "rollout/st'])
@@ -92,8 +93,19 @@ def test_folders_that_are_no_runs(tmp_path):
         read_runs([tmp_path / "runs"])
     with pytest.raises(UserError, match=r"absent is not a folder; expected one that train.py wrote \(--output-dir\)"):
         read_runs([tmp_path / "absent"])
-    with pytest.raises(UserError, match=r"each run is drawn once, but .*a is named 2 times"):
-        read_runs([tmp_path / "runs" / "a"] * 2)
+
+
+def test_one_folder_under_two_names_is_one_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("q/a1"), [step(0, 0.5)])
+    Path("link").symlink_to("q/a1")
+    for one, other in (("q/a1", "q/../q/a1"), ("q/a1", "link"), ("q/a1", tmp_path / "q" / "a1")):
+        with pytest.raises(
+            UserError, match=rf"^each run is drawn once, got {one} and {other}, which are one folder; name it once$"
+        ):
+            read_runs([Path(one), Path(other)])
+    with pytest.raises(UserError, match=r"^each run is drawn once, got q/a1 twice; name it once$"):
+        read_runs([Path("q/a1")] * 2)
 
 
 def test_metrics_that_cannot_be_read(tmp_path, monkeypatch):
@@ -157,3 +169,25 @@ def test_an_argument_that_older_runs_lack_is_unset(tmp_path):
         write_run(tmp_path / "old", [step(0, 0.5)], seed=2),
     ]
     assert [len(group.runs) for group in group_runs(read_runs(directories))] == [2]
+
+
+def test_a_setting_is_what_differs_within_a_mode(tmp_path):
+    laws = [("sample_mean", None, 30), ("sample_mean", None, 40), ("constant", 16.0, 30), ("constant", 16.0, 40)]
+    directories = [
+        write_run(
+            tmp_path / str(place),
+            [step(0, 0.5)],
+            loss_aggregation=mode,
+            num_rollout=count,
+            loss_aggregation_divisor=divisor,
+        )
+        for place, (mode, divisor, count) in enumerate(laws)
+    ]
+    assert [group.setting for group in group_runs(read_runs(directories))] == [("30",), ("40",), ("30",), ("40",)]
+    # Alone in its mode, each has none: the divisor and the number of rollouts go with the mode.
+    assert [group.setting for group in group_runs(read_runs([directories[0], directories[3]]))] == [(), ()]
+
+
+def test_what_cannot_be_printed_is_escaped(tmp_path):
+    directory = write_run(tmp_path / "a\nb\x1b[31m\udcff é", [step(0, 0.5)])
+    assert [group.label for group in group_runs(read_runs([directory]))] == [r"a\nb\x1b[31m\udcff é"]

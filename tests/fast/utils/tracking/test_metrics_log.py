@@ -1,11 +1,15 @@
 """`metrics.jsonl`."""
 
 import json
+import resource
 
 import pytest
 
+from miles.trainer import main
 from miles.utils.errors import UserError
 from miles.utils.tracking import MetricsLog
+from tests.fast.backends.experimental.fsdp_utils.ranks import run_forked
+from tests.fast.tiny_runs import TINY
 
 
 def _record(rollout_id, **values):
@@ -51,3 +55,20 @@ def test_a_line_without_the_numbers_of_a_step_is_none(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"train/step": 0, "rollout/step": 0}\n{"rollout/step": 0}\n{"train/step": 1}\n[]\n')
     assert MetricsLog(path, first_rollout_id=1).records == [_record(0)]
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    """A limit on the size of files stands in for it."""
+    path = tmp_path / "run" / "metrics.jsonl"
+
+    def run():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+        return main([*TINY, "--output-dir", str(path.parent)])
+
+    status, out, err = run_forked(run, tmp_path)
+    [error] = [line for line in err.splitlines() if line.startswith("error: ")]
+    reason = "File too large; make room, or name another folder"
+    assert (status, error) == (2, f"error: cannot write metrics to {path} (--output-dir): {reason}")
+    assert "Traceback" not in err
+    num_whole = path.read_text().count("\n")
+    assert num_whole > 0 and f" {num_whole} optimizer steps, " in out

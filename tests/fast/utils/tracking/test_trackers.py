@@ -12,7 +12,7 @@ import pytest
 
 from miles.utils.errors import UserError
 from miles.utils.tracking import MetricsLog, Trackers, open_trackers
-from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks
+from tests.fast.backends.experimental.fsdp_utils.ranks import run_forked, run_ranks
 
 ROWS = [{"train/step": step, "rollout/step": step, "train/loss": step / 3} for step in range(6)]
 
@@ -92,24 +92,47 @@ def test_a_tool_that_does_not_start_is_for_the_user_to_mend(tmp_path):
         open_trackers(Namespace(tracking=["jsonl", "tensorboard"]), _metrics(tmp_path))
 
 
+def test_a_tool_that_does_not_start_prints_nothing_of_its_own(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (extra `tensorboard`)")
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+
+    def run():
+        with pytest.raises(UserError):
+            open_trackers(Namespace(tracking=["jsonl", "tensorboard"]), _metrics(tmp_path))
+        return 0
+
+    assert run_forked(run, tmp_path) == (0, "", "")
+
+
+def test_tensorboard_without_earlier_files_is_filled_in(tmp_path):
+    """As is W&B: both get from `metrics.jsonl` what came before `--tracking` named them."""
+    event_files = pytest.importorskip("tests.fast.utils.tracking.event_files")
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", first_rollout_id=4)
+    trackers = open_trackers(Namespace(tracking=["jsonl", "tensorboard"]), metrics)
+    trackers.write(ROWS[4])
+    trackers.close(exit_code=0)
+    assert [step for step, _ in event_files.read_scalars(tmp_path / "tensorboard")["train/loss"]] == [0, 1, 2, 3, 4]
+
+
 def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path):
     """A limit on the size of files stands in for it: metrics.jsonl stays below, the event file does not."""
     event_files = pytest.importorskip("tests.fast.utils.tracking.event_files")
-    args = Namespace(tracking=["jsonl", "tensorboard"], padding="x" * 1000)
+    args = Namespace(tracking=["jsonl", "tensorboard"], padding="x" * 2000)
     rows = [row | {f"metric/{i}": 0.5 for i in range(20)} for row in ROWS]
 
     def run():
         metrics = _metrics(tmp_path)
         trackers = open_trackers(args, metrics)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
         for row in rows:
             metrics.write(row)
             trackers.write(row)
         trackers.close(exit_code=0)
         metrics.close()
-        return list(trackers.locations())
+        return len(list(trackers.locations()))
 
-    assert run_ranks(run, 1) == [[]]
+    assert run_forked(run, tmp_path) == (0, "", "")  # the warning is all; the test's own handlers have it
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == rows
     assert 0 < len(event_files.read_scalars(tmp_path / "tensorboard")["train/loss"]) < len(rows)
 

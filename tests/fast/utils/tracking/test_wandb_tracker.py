@@ -116,6 +116,13 @@ def test_the_project_is_the_option_s_the_environment_s_or_the_default(tmp_path, 
     assert (project(None), project("given")) == ("ours", "given")
 
 
+def test_the_end_of_a_run_waits_for_an_upload_as_long_as_the_manual_says(tmp_path, monkeypatch):
+    init = mock.Mock(return_value=mock.Mock(starting_step=0))
+    monkeypatch.setattr("wandb.init", init)
+    WandbTracker(_args(), tmp_path, "{}", earlier=[])
+    assert init.call_args.kwargs["settings"].finish_timeout == 60.0
+
+
 def test_an_id_that_was_given_is_taken_and_kept(tmp_path):
     directory = tmp_path / "run"
     _track(directory, _rows(range(2)))

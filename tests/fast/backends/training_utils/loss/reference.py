@@ -98,66 +98,81 @@ def _metrics(ref: Reference, terms: dict[str, tuple[Column, str]], masks: dict[s
     return {key: ref.weigh(column, mode, masks.get(key)).item() for key, (column, mode) in terms.items()}
 
 
+def _corrected(args: Namespace, ref: Reference, ratio: Column) -> tuple[Column, list[list[int]] | None]:
+    """The importance weight of each token, and the masks of a correction that takes tokens out."""
+    if args.custom_tis_function_path is None:
+        return [[x.clamp(args.tis_clip_low, args.tis_clip) for x in row] for row in ratio], None
+    masks = [
+        [bit * int(x <= args.tis_clip) for bit, x in zip(row.mask, xs, strict=True)]
+        for row, xs in zip(ref.rows, ratio, strict=True)
+    ]
+    return ratio, masks
+
+
+def _ess_ratio(ref: Reference, kl: Column) -> Column:
+    weights = _row_means(ref, ref.each(lambda i, t: (-kl[i][t]).exp()))
+    squares = _row_means(ref, ref.each(lambda i, t: (-2 * kl[i][t]).exp()))
+    return ref.each(lambda i, t: weights[i][t] ** 2 / squares[i][t] if sum(ref.rows[i].mask) else 0 * weights[i][t])
+
+
+def _kl_loss(args: Namespace, ref: Reference, log_probs: Column, old: list[list[float]]) -> Column:
+    base = ref.given("ref_log_probs")
+    estimate = ref.each(lambda i, t: _kl_estimate(args.kl_loss_type, log_probs[i][t] - base[i][t]))
+    if args.use_unbiased_kl:
+        estimate = ref.each(lambda i, t: (log_probs[i][t] - old[i][t]).exp() * estimate[i][t])
+    return estimate
+
+
+def _mismatch(ref: Reference, train: list[list[float]], rollout: list[list[float]]) -> dict[str, Column]:
+    return {
+        "train_rollout_logprob_abs_diff": ref.each(lambda i, t: scalar(abs(train[i][t] - rollout[i][t]))),
+        "train_rollout_kl": ref.each(lambda i, t: _kl_estimate("k3", scalar(rollout[i][t] - train[i][t]))),
+    }
+
+
+def _tis(args: Namespace, ref: Reference, kl: Column, ratio: Column, weight: Column) -> dict[str, Column]:
+    if args.custom_tis_function_path is None:
+        is_clipped = ref.each(lambda i, t: (weight[i][t] != ratio[i][t]).double())
+    else:
+        is_clipped = ref.each(lambda i, t: (ratio[i][t] > args.tis_clip).double())
+    return {
+        "ois": ref.each(lambda i, t: (-kl[i][t]).exp()),
+        "tis": ratio,
+        "tis_abs": ref.each(lambda i, t: (ratio[i][t] - 1).abs()),
+        "tis_clipfrac": is_clipped,
+    }
+
+
 def policy(args: Namespace, step: Step) -> tuple[torch.Tensor, dict[str, float], Reference]:
     """The policy loss of the step and its metrics."""
-    ref, mode = Reference(args, step), args.loss_aggregation
-    log_probs = ref.each(ref.log_prob)
-    train, rollout = ref.given("log_probs"), ref.given("rollout_log_probs")
+    ref, mode, sample = Reference(args, step), args.loss_aggregation, "sample_mean"
+    log_probs, entropy = ref.each(ref.log_prob), ref.each(ref.entropy)
+    train, rollout, advantages = (ref.given(name) for name in ("log_probs", "rollout_log_probs", "advantages"))
     old = rollout if args.use_rollout_logprobs else train
-    advantages = ref.given("advantages")
     kl = ref.each(lambda i, t: old[i][t] - log_probs[i][t])
     if args.advantage_estimator == "gspo":
         kl = _row_means(ref, kl)
     both = [[_surrogate(args, kl[i][t], a) for t, a in enumerate(row)] for i, row in enumerate(advantages)]
     pg = [[loss for loss, _ in row] for row in both]
-    ratio = [[scalar(r - s).exp() for r, s in zip(rs, ss, strict=True)] for rs, ss in zip(train, rollout, strict=True)]
-    masks = None
+    ratio = ref.each(lambda i, t: scalar(train[i][t] - rollout[i][t]).exp())
+    weight, masks = _corrected(args, ref, ratio) if args.use_tis else (None, None)
     if args.use_tis:
-        weight = [[x.clamp(args.tis_clip_low, args.tis_clip) for x in row] for row in ratio]
-        if args.custom_tis_function_path is not None:
-            weight = ratio
-            masks = [
-                [bit * int(x <= args.tis_clip) for bit, x in zip(row.mask, xs, strict=True)]
-                for row, xs in zip(ref.rows, ratio, strict=True)
-            ]
-        pg = ref.each(lambda i, t: pg[i][t] * weight[i][t])
-    weights = _row_means(ref, ref.each(lambda i, t: (-kl[i][t]).exp()))
-    squares = _row_means(ref, ref.each(lambda i, t: (-2 * kl[i][t]).exp()))
-    ess = ref.each(lambda i, t: weights[i][t] ** 2 / squares[i][t] if sum(ref.rows[i].mask) else 0 * weights[i][t])
-    entropy, sample = ref.each(ref.entropy), "sample_mean"
+        pg = ref.each(lambda i, t, plain=pg: plain[i][t] * weight[i][t])
     terms = {
         "pg_loss": (pg, mode),
         "entropy_loss": (entropy, sample),
         "pg_clipfrac": ([[scalar(f) for _, f in row] for row in both], sample),
         "ppo_kl": (kl, sample),
-        "ess_ratio": (ess, "token_mean" if mode == "token_mean" else sample),
+        "ess_ratio": (_ess_ratio(ref, kl), "token_mean" if mode == "token_mean" else sample),
     }
     loss = ref.weigh(pg, mode, masks)
     loss = loss - args.entropy_coef * ref.weigh(entropy, sample, masks)
     if args.use_kl_loss:
-        reference = ref.given("ref_log_probs")
-        estimate = ref.each(lambda i, t: _kl_estimate(args.kl_loss_type, log_probs[i][t] - reference[i][t]))
-        if args.use_unbiased_kl:
-            estimate = ref.each(lambda i, t: (log_probs[i][t] - old[i][t]).exp() * estimate[i][t])
-        terms["kl_loss"] = (estimate, sample)
-        loss = loss + args.kl_loss_coef * ref.weigh(estimate, sample, masks)
+        terms["kl_loss"] = (_kl_loss(args, ref, log_probs, old), sample)
+        loss = loss + args.kl_loss_coef * ref.weigh(terms["kl_loss"][0], sample, masks)
     follows = dict.fromkeys(terms.keys() - {"ess_ratio"}, masks)
-    terms["train_rollout_logprob_abs_diff"] = (
-        ref.each(lambda i, t: scalar(abs(train[i][t] - rollout[i][t]))),
-        sample,
-    )
-    terms["train_rollout_kl"] = (
-        ref.each(lambda i, t: _kl_estimate("k3", scalar(rollout[i][t] - train[i][t]))),
-        sample,
-    )
-    if args.use_tis:
-        terms["ois"] = (ref.each(lambda i, t: (-kl[i][t]).exp()), sample)
-        terms["tis"] = (ratio, sample)
-        terms["tis_abs"] = (ref.each(lambda i, t: (ratio[i][t] - 1).abs()), sample)
-        clipped = ref.each(lambda i, t: (weight[i][t] != ratio[i][t]).double())
-        if masks is not None:
-            clipped = ref.each(lambda i, t: (ratio[i][t] > args.tis_clip).double())
-        terms["tis_clipfrac"] = (clipped, sample)
+    seen = _mismatch(ref, train, rollout) | (_tis(args, ref, kl, ratio, weight) if args.use_tis else {})
+    terms |= {key: (column, sample) for key, column in seen.items()}
     return loss, {"loss": loss.item(), **_metrics(ref, terms, follows)}, ref
 
 
