@@ -75,13 +75,15 @@ def environment() -> dict[str, Any]:
 def interleaved(competitors: dict[str, Callable[[], Any]], rounds: int, clock: str = "wall") -> dict[str, list[float]]:
     """Return the seconds that a call of each competitor takes in each turn, after one turn that is not counted.
 
-    A turn is as many calls as take `TURN_SECONDS`, so that what another competitor left in the caches does not count.
+    A turn is as many calls as take `TURN_SECONDS`, after one that is not counted, so that what another competitor left
+    in the caches does not count.
     """
     now = CLOCKS[clock]
     calls = dict.fromkeys(competitors, 1)
     seconds: dict[str, list[float]] = {name: [] for name in competitors}
     for turn in range(rounds + 1):
         for name, run in competitors.items():
+            run()
             start = now()
             for _ in range(calls[name]):
                 run()
