@@ -86,7 +86,8 @@ def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards:
     normalized = [0.0] * len(samples)
     for members in groups.values():
         rewards = torch.tensor([raw_rewards[rows[0]] for rows in members.values()], dtype=torch.float64)
-        centred = rewards - rewards.mean()
+        # The mean of equal rewards may be off by rounding; the standard deviation would make a signal of that.
+        centred = (rewards - rewards.mean()) * (rewards != rewards[0]).any()
         if use_std and len(rewards) > 1:
             centred = centred / (rewards.std() + 1e-6)
         for rows, value in zip(members.values(), centred.tolist(), strict=True):

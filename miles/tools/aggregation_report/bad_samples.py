@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -147,6 +148,8 @@ def _complaint(
     args: Namespace, path: Path, samples: Mapping[int, Sample], hook: RewardPostProcess | None
 ) -> SamplesError | None:
     """Return why samples cannot be converted together; None where they can, or there are none."""
+    if hook is not None:
+        samples = copy.deepcopy(dict(samples))  # a trial of the hook, which may change samples in place
     try:
         if samples:
             to_columns(args, path, samples, hook)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,8 @@ def reward_hook(args: Namespace) -> RewardPostProcess | None:
 
     def call(args: Namespace, samples: Sequence[Sample]) -> Any:
         try:
-            return function(args, samples)
+            with redirect_stdout(sys.stderr):  # the standard output is the report's
+                return function(args, samples)
         except Exception as error:  # whatever a plug-in raises is the person's to read
             where = traceback.extract_tb(error.__traceback__)[-1]
             words = " ".join(f"{type(error).__name__}: {error}".split())

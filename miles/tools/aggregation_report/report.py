@@ -216,11 +216,16 @@ def _describe_push(samples: SampleWeights, weights: Tensor, is_right: Tensor) ->
         {"right": cell(member & is_right), "wrong": cell(member & ~is_right), "all": cell(member)}
         for member in (samples.quarters == quarter for quarter in range(NUM_QUARTERS))
     ]
-    difference = quarters[LONGEST_QUARTER]["all"]["push"] - quarters[0]["all"]["push"]
+    difference = None
+    if (samples.quarters == 0).any():
+        difference = quarters[LONGEST_QUARTER]["all"]["push"] - quarters[0]["all"]["push"]
     return {
         "magnitude": magnitude.item(),
         "quarters": quarters,
-        "longest_minus_shortest": {"push": difference, "share": divide(difference, magnitude)},
+        "longest_minus_shortest": {
+            "push": difference,
+            "share": None if difference is None else divide(difference, magnitude),
+        },
     }
 
 

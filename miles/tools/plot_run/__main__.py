@@ -12,7 +12,7 @@ from miles.tools.plot_run.table import describe_groups
 from miles.utils.argument_groups.common import ManualHelpFormatter
 from miles.utils.command_line import run_tool
 from miles.utils.errors import UserError
-from miles.utils.run_files import console_logging
+from miles.utils.run_files import ARGUMENTS_NAME, METRICS_NAME, console_logging
 
 _DESCRIPTION = (
     "Draw reward, response length, loss and gradient norm of training runs into one picture. Runs that differ only in "
@@ -42,7 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="a run's folder (its --output-dir)")
     parser.add_argument("--output", metavar="FILE.png", default="runs.png", help="the picture to write")
     parser.add_argument(
-        "--smooth", type=int, default=1, help="each point is the mean over so many steps that end there; 1 draws all"
+        "--smooth",
+        type=int,
+        default=1,
+        help="each point is the mean over so many of its run's steps that end there; 1 draws all",
     )
     return parser
 
@@ -52,10 +55,18 @@ def _plot(args: argparse.Namespace) -> None:
         raise UserError(f"--smooth must be at least 1, got {args.smooth}")
     require_matplotlib()
     output = check_figure_path(args.output)
+    _refuse_to_overwrite(output, args.directories)
     groups = group_runs(read_runs(args.directories))
     save_figure(draw_runs(groups, smooth=args.smooth), output)
     print(describe_groups(groups))
     print(f"figure: {output}")
+
+
+def _refuse_to_overwrite(output: Path, directories: Sequence[Path]) -> None:
+    for directory in directories:
+        for name in (METRICS_NAME, ARGUMENTS_NAME):
+            if output.resolve() == (directory / name).resolve():
+                raise UserError(f"--output {output} is {directory / name}, which it would replace; name another file")
 
 
 if __name__ == "__main__":

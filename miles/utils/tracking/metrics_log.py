@@ -92,10 +92,15 @@ def parse_record(line: str) -> dict[str, Any] | None:
     """Return the metrics that a line of `metrics.jsonl` holds, None where it is no step's."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    is_step = isinstance(record, dict) and all(isinstance(record.get(key), int) for key in (ROLLOUT_KEY, STEP_KEY))
+    is_step = isinstance(record, dict) and all(_is_number(record.get(key)) for key in (ROLLOUT_KEY, STEP_KEY))
     return record if is_step else None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value counts steps or rollouts: an integer that a float64 holds exactly, as every reader needs."""
+    return type(value) is int and 0 <= value < 2**53
 
 
 def _as_json_number(value: float) -> float | None:

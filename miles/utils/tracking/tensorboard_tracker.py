@@ -53,7 +53,8 @@ class TensorBoardTracker:
         folder.mkdir(exist_ok=True)
         next_step = earlier[-1][STEP_KEY] + 1 if earlier else 0
         is_first = not any(folder.glob(f"{FILE_PREFIX}*"))
-        self.location = f"tensorboard --logdir {folder}"
+        # TensorBoard's other loader leaves the marks of a resume out, and shows points that are gone.
+        self.location = f"tensorboard --load_fast=false --logdir {folder}"
         self._file = (folder / _file_name()).open("xb")
         self._records = RecordWriter(self._file)
         self._write_event(0, file_version=FILE_VERSION)

@@ -94,7 +94,9 @@ def test_a_rollout_smaller_than_a_step_is_one_step_and_leaves_ranks_empty(mode):
 )
 def test_steps_hold_whole_units_and_ranks_whole_rollouts(mode, groups, batch, dp_size, balance):
     rows = rows_of(groups)
-    assume(mode != "token_mean" or 1 not in (len(rows), batch))
+    if mode == "token_mean":  # which refuses a step without an active token; the cut is the same in every mode
+        cut = rows_by_step(split(arguments("sample_mean", batch), rows, 1))
+        assume(all(any(any(rows[row].mask) for row in step[0]) for step in cut))
     steps = rows_by_step(split(arguments(mode, batch, balance_data=balance), rows, dp_size))
     place = {row: (step, rank) for step, ranks in enumerate(steps) for rank, part in enumerate(ranks) for row in part}
     assert sorted(place) == list(range(len(rows)))

@@ -135,7 +135,7 @@ def test_a_group_of_one_reward_has_no_advantage_though_its_mean_is_rounded(tmp_p
 
 
 def test_rewards_that_teach_nothing(tmp_path):
-    report = report_of(tmp_path, [sample(1, 1), sample(5, 1)])
+    report = report_of(tmp_path, [sample(length, 1) for length in (1, 5, 2, 3)])
     push = report["modes"]["token_mean"]["push"]
     assert push["magnitude"] == 0 and push["longest_minus_shortest"] == {"push": 0, "share": None}
     assert push["quarters"][3]["all"] == {"push": 0, "share": None, "per_token": None}
@@ -230,3 +230,20 @@ def square_rewards(args, samples):
     assert args.n_samples_per_prompt == 3  # the most frequent size of a group
     rewards = [float(sample.reward) for sample in samples]
     return rewards, [reward**2 for reward in rewards]
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7])
+def test_equal_rewards_push_nothing_whatever_their_mean_is_rounded_to(tmp_path, reward):
+    """3 x 0.1 / 3 is not 0.1 in float64."""
+    samples = [sample(length, reward, group=length // 3) for length in range(3, 12)]
+    report = report_on(tmp_path, str(save_rollout_dump(f"{tmp_path}/a.pt", 0, samples)))
+    assert report["groups"]["one_reward"] == 3
+    assert [mode["push"]["magnitude"] for mode in report["modes"].values()] == [0.0] * 4
+
+
+def test_no_difference_to_a_quarter_that_is_empty(tmp_path):
+    samples = [sample(length, length % 2, group=0) for length in (1, 2, 3)]
+    report = report_on(tmp_path, str(save_rollout_dump(f"{tmp_path}/a.pt", 0, samples)))
+    assert report["quarters"][0]["samples"] == 0
+    for mode in report["modes"].values():
+        assert mode["push"]["longest_minus_shortest"] == {"push": None, "share": None}

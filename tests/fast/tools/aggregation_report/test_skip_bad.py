@@ -182,3 +182,19 @@ def test_a_row_without_a_length_is_not_an_empty_one(tmp_path, capsys):
         "--skip-bad leaves such samples out"
     )
     assert reported(tmp_path, path)["data"]["samples"] == 1
+
+
+@pytest.mark.parametrize("rows", [many(4, reward=1.0), [*many(4, reward=1.0), BAD]], ids=["good", "one bad"])
+def test_a_hook_that_changes_samples_does_so_once_and_its_words_stay_out_of_the_report(tmp_path, capsys, rows):
+    report = report_on(tmp_path, rows, f"--custom-reward-post-process-path={__name__}.half_in_place")
+    out, err = capsys.readouterr()
+    assert report["data"]["active_tokens"] == 1 + 2 + 3 + 4, "masks are taken before the hook"
+    assert "halved to 0.5" in err and "halved to 0.25" not in err and "halved" not in out
+
+
+def half_in_place(args, samples):
+    for sample in samples:
+        sample.reward, sample.loss_mask = sample.reward / 2, [0] * sample.response_length
+    print(f"halved to {samples[0].reward}")
+    rewards = [sample.reward for sample in samples]
+    return rewards, rewards

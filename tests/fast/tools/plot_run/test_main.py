@@ -69,3 +69,12 @@ def test_a_run_that_has_just_begun_is_a_warning(runs, tmp_path, capsys):
     begun = write_run(tmp_path / "begun", [])
     assert main([*runs, str(begun), "--output", str(tmp_path / "out.png")]) == 0
     assert "begun/metrics.jsonl has no step yet; the run is left out" in capsys.readouterr().err
+
+
+def test_the_picture_replaces_nothing_that_is_drawn(runs, tmp_path, capsys):
+    link = tmp_path / "link.png"
+    link.symlink_to(tmp_path / "token_mean" / "metrics.jsonl")
+    before = link.read_text()
+    assert main([*runs, "--output", str(link)]) == 2
+    assert "which it would replace" in capsys.readouterr().err
+    assert link.read_text() == before

@@ -72,3 +72,10 @@ def test_a_full_disk_is_one_line(tmp_path):
     assert "Traceback" not in err
     num_whole = path.read_text().count("\n")
     assert num_whole > 0 and f" {num_whole} optimizer steps, " in out
+
+
+@pytest.mark.parametrize("step", ["true", str(2**70), "-1", "1.0", "[" * 100_000])
+def test_a_line_whose_step_is_no_count_is_none(tmp_path, step):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"train/step": 0, "rollout/step": 0}}\n{{"train/step": {step}, "rollout/step": 0}}\n')
+    assert MetricsLog(path, first_rollout_id=1).records == [_record(0)]

@@ -73,7 +73,7 @@ def test_a_run_that_starts_over_shows_nothing_of_the_one_before(tmp_path):
 def test_the_location_is_the_command_that_shows_it(tmp_path):
     tracker = TensorBoardTracker(tmp_path, "{}", earlier=[])
     tracker.close(exit_code=0)
-    assert tracker.location == f"tensorboard --logdir {tmp_path}/tensorboard"
+    assert tracker.location == f"tensorboard --load_fast=false --logdir {tmp_path}/tensorboard"
 
 
 def test_what_was_not_tracked_before_a_resume_is_filled_in(tmp_path):
