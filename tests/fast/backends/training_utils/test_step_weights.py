@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from miles.backends.training_utils.loss_aggregation import StepCounts
 from miles.backends.training_utils.step_weights import (
     effective_number,
-    length_quarters,
     row_weights,
     token_weights,
 )
+from miles.ray.rollout.step_columns import length_quarters
 from tests.fast import oracle
 from tests.fast.backends.training_utils.described import (
     EXACT,
