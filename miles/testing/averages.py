@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.testing.step import Row, Step
 
 Masks = Sequence[Sequence[int]]
@@ -78,20 +79,41 @@ def aggregate(step: Step, columns: Sequence[Tensor], mode: str, weighing: Weighi
         mode: A value of `--loss-aggregation`.
         weighing: Factor and count of each token.
     """
-    rollouts = rollout_keys(step.rows)
-    if mode == "sample_mean":
-        return _mean_over(columns, rollouts, weighing)
-    if mode == "prompt_mean":
-        return _mean_over(columns, [row.group for row in step.rows], weighing)
+    if mode not in DEFINITIONS:
+        raise ValueError(f"the oracle has no definition of mode {mode!r}; it has {', '.join(DEFINITIONS)}")
+    return DEFINITIONS[mode](step, columns, weighing)
+
+
+def _sample_mean(step: Step, columns: Sequence[Tensor], weighing: Weighing) -> Tensor:
+    return _mean_over(columns, rollout_keys(step.rows), weighing)
+
+
+def _prompt_mean(step: Step, columns: Sequence[Tensor], weighing: Weighing) -> Tensor:
+    return _mean_over(columns, [row.group for row in step.rows], weighing)
+
+
+def _token_mean(step: Step, columns: Sequence[Tensor], weighing: Weighing) -> Tensor:
     total, counted = _sum_over(columns, range(len(columns)), weighing)
-    if mode == "token_mean":
-        return total / counted
-    return total / (step.divisor * len(set(rollouts)))
+    return total / counted
+
+
+def _constant(step: Step, columns: Sequence[Tensor], weighing: Weighing) -> Tensor:
+    total, _ = _sum_over(columns, range(len(columns)), weighing)
+    return total / (step.divisor * len(set(rollout_keys(step.rows))))
+
+
+DEFINITIONS: dict[str, Callable[[Step, Sequence[Tensor], Weighing], Tensor]] = {
+    "sample_mean": _sample_mean,
+    "prompt_mean": _prompt_mean,
+    "token_mean": _token_mean,
+    "constant": _constant,
+}
+"""Each mode as a sentence of its own, and not in the common form that the package computes."""
 
 
 def aggregate_by_reducer(step: Step, columns: Sequence[Tensor], kept: Masks, weighing: Weighing) -> Tensor:
     """Return the sum over tokens, each by its weight in the definition of the step's custom reducer."""
-    normalizer = weighing.total if step.mode == "token_mean" else len(set(rollout_keys(step.rows)))
+    normalizer = weighing.total if MODES[step.mode].counts_tokens else len(set(rollout_keys(step.rows)))
     defined = step.reducer.definition(step.rows, kept, normalizer)
     factors = [
         [bit and one * other for bit, one, other in zip(bits, *of_row, strict=True)]

@@ -1,4 +1,4 @@
-"""The law, unsplit and in float64: one row after another, one token after another, nothing of the package's reducers.
+"""The definition, unsplit and in float64: one row and one token after another, none of the package's reducers.
 
 Each mode is its own sentence, not the common form that the package computes, so that both agree only by being right.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from miles.backends.experimental.fsdp_utils.models.gpt import GPT
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.backends.training_utils.train_actor import build_seeded_gpt
 from miles.testing.averages import (
     Masks,
@@ -50,7 +51,7 @@ def expected_outcome(step: Step) -> Outcome:
     rollout_metrics = _rollout_metrics(step, scores, rewards)
     rows = [row_terms(args, step, row, score) for row, score in zip(step.rows, scores, strict=True)]
     kept = [row.kept for row in rows]
-    if step.mode == "token_mean" and not main_weighing(args, step.rows, kept).total:
+    if MODES[step.mode].counts_tokens and not main_weighing(args, step.rows, kept).total:
         facts = step_facts(args, step, kept, lambda columns: 0.0)
         return Outcome(SKIPPED_VALUE, {}, {"skipped_steps": 1.0, **facts, **rollout_metrics})
     # Without an active token the gradient is zero, and still there.
@@ -78,7 +79,7 @@ def _average(args: Namespace, step: Step, columns: Sequence[Tensor], average: st
         if step.reducer is not None:
             return aggregate_by_reducer(step, columns, kept, weighing)
         return aggregate(step, columns, step.mode, weighing)
-    by_mode = "token_mean" if step.mode == "token_mean" else "sample_mean"
+    by_mode = "token_mean" if MODES[step.mode].counts_tokens else "sample_mean"
     masks = [row.mask for row in rows]
     mode, weighing = {
         DEFAULT_LOSS: (by_mode, main_weighing(args, rows, masks)),

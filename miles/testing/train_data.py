@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.ray.rollout.dp_split import add_ordinals
 from miles.ray.rollout.step_columns import add_step_columns
 from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
@@ -46,7 +47,7 @@ def _loss_options(step: Step) -> Iterator[str]:
     yield from ("--loss-aggregation", step.mode)
     if step.divisor is not None:
         yield from ("--loss-aggregation-divisor", str(step.divisor))
-    if step.mode == "prompt_mean":
+    if MODES[step.mode].needs_prompt_groups:
         yield from ("--prompt-groups", "ragged")
     if step.loss == "sft":
         yield from ("--loss-type", "sft_loss")

@@ -11,11 +11,11 @@ import contextlib
 import io
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles.utils.argument_groups.aggregation import LOSS_AGGREGATIONS
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.utils.errors import UserError
 from miles.utils.misc import check_writable, write_whole
 
@@ -79,23 +79,33 @@ class Style:
     hatch: str
 
 
-# Every pair differs by 22 or more (CIE76) in normal vision and in protan, deutan and tritan simulations (Machado et
-# al. 2009), the lightnesses by 6 or more, and each has a contrast of 3 to 1 or more against white.
-MODE_STYLES: dict[str, Style] = {
-    "sample_mean": Style("#0072B2", "o", "-", ""),
-    "prompt_mean": Style("#D55E00", "s", "--", "////"),
-    "token_mean": Style("#000000", "D", ":", r"\\"),
-    "constant": Style("#CC79A7", "^", "-.", "...."),
-}
-"""A mode of `--loss-aggregation` looks the same in every figure."""
-
-OTHER_STYLES: tuple[Style, ...] = (
-    *(MODE_STYLES[mode] for mode in LOSS_AGGREGATIONS),
+# Every pair of the first four differs by 22 or more (CIE76) in normal vision and in protan, deutan and tritan
+# simulations (Machado et al. 2009), the lightnesses by 6 or more, and each has a contrast of 3 to 1 or more against
+# white.
+STYLES: tuple[Style, ...] = (
+    Style("#0072B2", "o", "-", ""),
+    Style("#D55E00", "s", "--", "////"),
+    Style("#000000", "D", ":", r"\\"),
+    Style("#CC79A7", "^", "-.", "...."),
     Style("#009E73", "v", (0, (8, 2)), "xxxx"),
     Style("#E69F00", "P", (0, (5, 1, 1, 1, 1, 1)), "++++"),
     Style("#56B4E9", "X", (0, (3, 1)), "oooo"),
 )
-"""For series that are no modes, in this order."""
+"""For series one after another; those of the four modes come first."""
+
+UNKNOWN_MODE_STYLE = STYLES[-1]
+"""Of runs whose mode is not known."""
+
+
+def nth_style(place: int) -> Style:
+    """Return the style of the place-th series, from 0; beyond `STYLES`, its colours come again with other dashes."""
+    number, row = place % len(STYLES), place // len(STYLES)
+    return replace(STYLES[number], dashes=STYLES[(number + row) % len(STYLES)].dashes)
+
+
+def mode_style(name: str | None) -> Style:
+    """Return how a mode of `--loss-aggregation` looks in every figure, by its place in the table of modes."""
+    return nth_style(list(MODES).index(name)) if name in MODES else UNKNOWN_MODE_STYLE
 
 
 def require_matplotlib() -> None:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] 
         # Not under token_mean: the custom reducer's sum is then divided by the step's tokens.
         ("loss_aggregation", "loss_aggregation_divisor"),
         lambda args: args.custom_pg_loss_reducer_function_path
-        and args.loss_aggregation in ("prompt_mean", "constant")
+        and args.loss_aggregation in MODES
+        and not MODES[args.loss_aggregation].is_for_every_loss
         and not _reducer_wants_context(args),
         "--custom-pg-loss-reducer-function-path takes precedence for the policy loss",
     ),

@@ -6,7 +6,8 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from miles.utils.argument_groups import LAW_CHOICES, LOSS_AGGREGATIONS
+from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation
+from miles.utils.argument_groups import LAW_CHOICES
 from miles.utils.errors import UserError
 
 
@@ -37,7 +38,7 @@ def validate_loss_aggregation_args(args: Any) -> None:
             about them are then skipped.
 
     Raises:
-        UserError: the rule that is broken, with what is allowed, what came and how to mend it.
+        UserError: the rule that is broken, with what is allowed, what came and how to fix it.
     """
     mode, per_token = args.loss_aggregation, args.calculate_per_token_loss
     check_loss_aggregation_mode(mode)
@@ -50,9 +51,10 @@ def validate_loss_aggregation_args(args: Any) -> None:
         )
     for name, allowed in LAW_CHOICES.items():
         _check_choice(name, getattr(args, name, allowed[0]), allowed)
-    _check_divisor(mode, args.loss_aggregation_divisor)
-    _check_loss_type(mode, args)
-    _check_prompt_groups(mode, args)
+    chosen = MODES[mode]
+    _check_divisor(chosen, args.loss_aggregation_divisor)
+    _check_loss_type(chosen, args)
+    _check_prompt_groups(chosen, args)
 
 
 def check_loss_aggregation_mode(mode: Any) -> None:
@@ -63,13 +65,12 @@ def check_loss_aggregation_mode(mode: Any) -> None:
     """
     if not isinstance(mode, str):
         raise UserError(
-            f"loss_aggregation must be a string, one of {', '.join(LOSS_AGGREGATIONS)}; "
-            f"got {mode!r} ({type(mode).__name__})"
+            f"loss_aggregation must be a string, one of {', '.join(MODES)}; " f"got {mode!r} ({type(mode).__name__})"
         )
-    if mode not in LOSS_AGGREGATIONS:
-        close = difflib.get_close_matches(mode.lower().replace("-", "_"), LOSS_AGGREGATIONS, n=1)
+    if mode not in MODES:
+        close = difflib.get_close_matches(mode.lower().replace("-", "_"), MODES, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise UserError(f"Unknown --loss-aggregation mode {mode!r}; allowed: {', '.join(LOSS_AGGREGATIONS)}{hint}")
+        raise UserError(f"Unknown --loss-aggregation mode {mode!r}; allowed: {', '.join(MODES)}{hint}")
 
 
 def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
@@ -80,33 +81,35 @@ def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
         )
 
 
-def _check_divisor(mode: str, divisor: Any) -> None:
-    """Check that `constant`, and only `constant`, has a positive finite divisor."""
-    if mode != "constant":
+def _check_divisor(mode: LossAggregation, divisor: Any) -> None:
+    """Check that a mode with a divisor, and only such a mode, has a positive finite one."""
+    if not mode.needs_divisor:
         if divisor is not None:
+            takers = " or ".join(other.name for other in MODES.values() if other.needs_divisor)
             raise UserError(
-                f"--loss-aggregation-divisor belongs to --loss-aggregation constant; got {divisor!r} with {mode}. "
-                "Leave it out, or choose constant"
+                f"--loss-aggregation-divisor belongs to --loss-aggregation {takers}; got {divisor!r} with "
+                f"{mode.name}. Leave it out, or choose {takers}"
             )
         return
     is_number = isinstance(divisor, numbers.Real) and not isinstance(divisor, bool)
     if not is_number or not 0 < divisor < math.inf:
         got = "none" if divisor is None else f"{divisor!r} ({type(divisor).__name__})"
         raise UserError(
-            "--loss-aggregation constant needs --loss-aggregation-divisor, a positive finite number of tokens "
+            f"--loss-aggregation {mode.name} needs --loss-aggregation-divisor, a positive finite number of tokens "
             f"(such as the longest response allowed); got {got}"
         )
 
 
-def _check_loss_type(mode: str, args: Any) -> None:
+def _check_loss_type(mode: LossAggregation, args: Any) -> None:
     """Check that the loss can be aggregated this way, with its auxiliary terms."""
     loss_type = getattr(args, "loss_type", "policy_loss")
-    if loss_type == "sft_loss" and mode in ("prompt_mean", "constant"):
+    if loss_type == "sft_loss" and not mode.is_for_every_loss:
+        takes = " or ".join(other.name for other in MODES.values() if other.is_for_every_loss)
         raise UserError(
-            f"--loss-type sft_loss takes --loss-aggregation sample_mean or token_mean only; got {mode}. It has no "
+            f"--loss-type sft_loss takes --loss-aggregation {takes} only; got {mode.name}. It has no "
             "prompt groups to average in, and a constant divisor is a correction of policy gradients"
         )
-    if loss_type != "policy_loss" or mode != "token_mean":
+    if loss_type != "policy_loss" or not mode.counts_tokens:
         return
     if getattr(args, "aux_loss_aggregation", "sample_mean") == "match":
         return
@@ -116,21 +119,21 @@ def _check_loss_type(mode: str, args: Any) -> None:
     given = [f"{option} {value}" for option, value in coefficients.items() if value]
     if given:
         raise UserError(
-            "--loss-aggregation token_mean cannot be combined with a nonzero entropy or KL-loss coefficient: "
+            f"--loss-aggregation {mode.name} cannot be combined with a nonzero entropy or KL-loss coefficient: "
             "auxiliary policy-loss terms are sample-normalized and would be divided by the token count; "
             f"got {', '.join(given)}. Pass --aux-loss-aggregation match, which makes them token means too, set it to "
             "0, or choose another mode"
         )
 
 
-def _check_prompt_groups(mode: str, args: Any) -> None:
+def _check_prompt_groups(mode: LossAggregation, args: Any) -> None:
     """Check that an optimizer step holds whole prompt groups where their means are taken."""
-    if mode != "prompt_mean" or getattr(args, "prompt_groups", "complete") != "complete":
+    if not mode.needs_prompt_groups or getattr(args, "prompt_groups", "complete") != "complete":
         return
     batch_size = getattr(args, "global_batch_size", None)
     group_size = getattr(args, "n_samples_per_prompt", None)
     if batch_size is not None and group_size is not None and batch_size % group_size:
         raise UserError(
-            f"--loss-aggregation prompt_mean needs whole prompt groups in each optimizer step: global_batch_size must "
-            f"be a multiple of n_samples_per_prompt; got {batch_size} and {group_size}"
+            f"--loss-aggregation {mode.name} needs whole prompt groups in each optimizer step: global_batch_size "
+            f"must be a multiple of n_samples_per_prompt; got {batch_size} and {group_size}"
         )

@@ -37,7 +37,7 @@ class MegatronTrainActor(TrainActor):
     """The policy as this rank's chunks of a Megatron-Core GPT, wrapped in Megatron's data parallelism."""
 
     def _build(self) -> None:
-        per_token = LossAggregation.of(self.args) is LossAggregation.TOKEN_MEAN
+        per_token = LossAggregation.of(self.args).counts_tokens
         self.config = build_config(self.args, per_token=per_token)
         self.chunks = self._build_seeded_chunks()
         self.model = wrap_ddp(self.args, self.config, self.chunks)

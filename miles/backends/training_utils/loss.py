@@ -104,7 +104,7 @@ def loss_function(
     Raises:
         ValueError: a column is missing, or the mode does not exist.
     """
-    per_token = LossAggregation.of(args) is LossAggregation.TOKEN_MEAN
+    per_token = LossAggregation.of(args).counts_tokens
     term = LossTerm.of(args, batch)
     reducer = default_reducer(args, batch, term)
     loss, metrics = _checked_loss(args, get_loss_function(args)(args, batch, logits, reducer))
@@ -142,7 +142,7 @@ def default_reducer(args: Namespace, batch: RolloutBatch, term: LossTerm) -> Red
         term: The micro-batch's main term, whose loss weights, if any, multiply the values.
     """
     masks = batch["loss_masks"]
-    if LossAggregation.of(args) is LossAggregation.TOKEN_MEAN:
+    if LossAggregation.of(args).counts_tokens:
         return term.weigh(args, batch, token_sum(args, batch, masks))
     divisors = batch.get("rollout_mask_sums") if term.weights is None else term.rollout_totals
     return term.weigh(args, batch, sample_mean(args, batch, masks, divisors))
@@ -160,14 +160,14 @@ def _scale(
     """Apply the backend's factor of the module docstring."""
     state, mode = get_parallel_state(), LossAggregation.of(args)
     counts: StepCounts | None = batch.get("step_counts")
-    if mode is LossAggregation.TOKEN_MEAN:
+    if mode.counts_tokens:
         if megatron:
             # Megatron divides by the active tokens, M; the term may count others.
-            return loss * state.cp.size * (1 if counts is None else counts.num_tokens / term.counts.normalizer(mode))
+            return loss * state.cp.size * (1 if counts is None else counts.num_tokens / mode.normalizer(term.counts))
         if counts is None:
             return loss
         return scale_data_parallel_token_mean_loss(
-            loss, global_num_tokens=term.counts.normalizer(mode), data_parallel_size=state.intra_dp.size
+            loss, global_num_tokens=mode.normalizer(term.counts), data_parallel_size=state.intra_dp.size
         )
     num_samples = args.global_batch_size if counts is None else counts.num_samples
     factor = num_microbatches * state.intra_dp_cp.size if megatron else state.intra_dp.size

@@ -1,4 +1,4 @@
-"""How per-token losses of one optimizer step become one scalar, exactly, however the step is cut.
+"""How per-token losses of one optimizer step become one scalar, exactly, however the step is split.
 
 Every mode is the same expression and only chooses two kinds of numbers, a divisor for each sample and one for the
 step:
@@ -12,7 +12,8 @@ step:
 | token_mean  | 1                      | M                 | DAPO's code; Megatron-Core's per-token loss         |
 | constant    | L                      | N                 | Dr.GRPO, arXiv 2503.20783                           |
 
-The sum over i is a sum over rows, so any cut into micro-batches and ranks adds up to it, provided that d_i and Z come
+`MODES` is that table in code, and everything that needs to know about modes reads it: a mode is one entry there. The
+sum over i is a sum over rows, so any split into micro-batches and ranks adds up to it, provided that d_i and Z come
 from the whole step. Hence reducers here return the local sum with d_i inside, and Z is applied once, by the caller.
 
 Shapes: N samples, P prompt groups and M active tokens in the step; B rows in this micro-batch; row i has T_i response
@@ -29,45 +30,28 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
+else:
 
-Reducer = Callable[[torch.Tensor], torch.Tensor]
+    class _LazyTorch:
+        """`torch`, imported at first use: whoever reads the table of modes alone does not wait a second for it."""
+
+        def __getattr__(self, name: str) -> Any:
+            import torch
+
+            return getattr(torch, name)
+
+    torch = _LazyTorch()
+
+Reducer = Callable[["torch.Tensor"], "torch.Tensor"]
 """Maps per-token values `[T]` to a scalar: this micro-batch's and this rank's share of a sum over the step. Those of
 this file also map `[K, T]` to `[K]`, and are marked by `taking_stacks`."""
 
 DEVICES_WITHOUT_WAIT = ("cpu",)
 """Devices whose results the program has at once, so that looking at one costs nothing."""
-
-
-class LossAggregation(str, Enum):
-    """The modes of `--loss-aggregation`."""
-
-    SAMPLE_MEAN = "sample_mean"
-    PROMPT_MEAN = "prompt_mean"
-    TOKEN_MEAN = "token_mean"
-    CONSTANT = "constant"
-
-    @classmethod
-    def of(cls, args: Any) -> LossAggregation:
-        """Return the mode that a namespace asks for.
-
-        A namespace without `loss_aggregation` is a legacy one, where `calculate_per_token_loss` chooses between
-        `token_mean` and `sample_mean`.
-
-        Raises:
-            ValueError: the namespace names a mode that does not exist.
-        """
-        name = getattr(args, "loss_aggregation", None)
-        if name is None:
-            return cls.TOKEN_MEAN if getattr(args, "calculate_per_token_loss", False) else cls.SAMPLE_MEAN
-        try:
-            return cls(name)
-        except ValueError:
-            modes = ", ".join(mode.value for mode in cls)
-            raise ValueError(f"Unknown --loss-aggregation mode {name!r}; choose one of {modes}") from None
 
 
 @dataclass(frozen=True)
@@ -84,43 +68,149 @@ class StepCounts:
     num_prompts: int
     num_tokens: int | float
 
-    def normalizer(self, mode: LossAggregation) -> int | float:
-        """Return Z of the mode.
 
-        Raises:
-            ValueError: `token_mean` of a step without an active token, which has no mean.
-        """
-        if mode is not LossAggregation.TOKEN_MEAN:
-            return self.num_samples
-        if not self.num_tokens > 0:
-            raise ValueError(
-                f"token_mean needs at least one active token in the optimizer step, got {self.num_tokens}"
-            )
-        return self.num_tokens
+@dataclass(frozen=True)
+class RowTotals:
+    """What the divisors of B rows are made of: totals of the whole optimizer step, int64 or, with weights, float64.
 
-
-class MetricDict(dict[str, torch.Tensor]):
-    """Scalar metrics of a micro-batch, each a local sum, with the step total that it has to be divided by.
-
-    `token_normalized` names the keys that are sums over active tokens (divide by M); `term_normalized` those over the
-    tokens that the main term counts, which are others where a correction or loss weights changed them. All other
-    keys are sums over samples (divide by N).
+    Attributes:
+        samples: `[B]` m_i of each row's sample.
+        prompts: `[B]` M_g of each row's prompt group; None where groups are not known.
+        counts: N, P and M of the step.
+        divisor: L, None where none was given.
+        step_samples: `[N]` m_i of every sample of the step, in no particular order; None unless a mode or a custom
+            reducer asked for it.
     """
 
-    def __init__(
-        self,
-        per_sample: dict[str, torch.Tensor],
-        per_token: dict[str, torch.Tensor],
-        per_term: dict[str, torch.Tensor] | None = None,
-        *,
-        order: Sequence[str] = (),
-    ) -> None:
-        per_term = per_term or {}
-        merged = {**per_sample, **per_token, **per_term}
-        first = [key for key in order if key in merged]
-        super().__init__({key: merged[key] for key in [*first, *(key for key in merged if key not in first)]})
-        self.token_normalized = frozenset(per_token)
-        self.term_normalized = frozenset(per_term)
+    samples: torch.Tensor
+    prompts: torch.Tensor | None
+    counts: StepCounts
+    divisor: float | None = None
+    step_samples: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LossAggregation:
+    """A mode of `--loss-aggregation`: one entry of `MODES`.
+
+    Attributes:
+        name: Value of the option.
+        summary: What the value of a step is, in one line.
+        source: Paper or code that it is from.
+        formula: d_i, as text.
+        denominators: d_i of B rows: from their `RowTotals` to `[B]` float64, or one number for all rows.
+        normalizer_unit: Which of `StepCounts` is Z.
+        needs_prompt_groups: d_i reads `RowTotals.prompts`, so every row must name its prompt group.
+        needs_divisor: d_i reads `RowTotals.divisor`, so the option `--loss-aggregation-divisor` must be given.
+        needs_step_samples: d_i reads `RowTotals.step_samples`.
+        is_for_every_loss: SFT takes the mode too. Its loss has no prompt groups, and its reducer is the sample mean
+            or, where Z counts tokens, the token mean.
+    """
+
+    name: str
+    summary: str
+    source: str
+    formula: str
+    denominators: Callable[[RowTotals], torch.Tensor | float]
+    normalizer_unit: Literal["num_samples", "num_tokens"] = "num_samples"
+    needs_prompt_groups: bool = False
+    needs_divisor: bool = False
+    needs_step_samples: bool = False
+    is_for_every_loss: bool = False
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether Z is M, so that a backend has to divide by the step's tokens and not by its samples."""
+        return self.normalizer_unit == "num_tokens"
+
+    def normalizer(self, counts: StepCounts) -> int | float:
+        """Return Z of a step.
+
+        Raises:
+            ValueError: Z counts tokens, and the step has none: it has no mean.
+        """
+        total: int | float = getattr(counts, self.normalizer_unit)
+        if self.counts_tokens and not total > 0:
+            raise ValueError(f"{self.name} needs at least one active token in the optimizer step, got {total}")
+        return total
+
+    @staticmethod
+    def of(args: Any) -> LossAggregation:
+        """Return the mode that a namespace asks for.
+
+        A namespace without `loss_aggregation` is a legacy one, where `calculate_per_token_loss` chooses between
+        `token_mean` and `sample_mean`.
+
+        Raises:
+            ValueError: the namespace names a mode that does not exist.
+        """
+        name = getattr(args, "loss_aggregation", None)
+        if name is None:
+            name = "token_mean" if getattr(args, "calculate_per_token_loss", False) else "sample_mean"
+        if name not in MODES:
+            raise ValueError(f"Unknown --loss-aggregation mode {name!r}; choose one of {', '.join(MODES)}")
+        return MODES[name]
+
+
+def _sample_mean(totals: RowTotals) -> torch.Tensor:
+    return one_for_zero(totals.samples)
+
+
+def _prompt_mean(totals: RowTotals) -> torch.Tensor:
+    if totals.prompts is None:
+        raise ValueError(
+            "prompt_mean needs batch['prompt_mask_sums'], the active tokens of each row's whole prompt group; "
+            "conversion writes that column under --loss-aggregation prompt_mean"
+        )
+    counts = totals.counts
+    return prompt_denominators(totals.prompts, prompts_per_sample=counts.num_prompts / counts.num_samples)
+
+
+def _constant(totals: RowTotals) -> float:
+    if totals.divisor is None:
+        raise ValueError("constant aggregation needs --loss-aggregation-divisor, and the namespace has None")
+    return totals.divisor
+
+
+MODES: dict[str, LossAggregation] = {
+    mode.name: mode
+    for mode in (
+        LossAggregation(
+            name="sample_mean",
+            summary="mean over samples of each sample's token mean",
+            source="GRPO, arXiv:2402.03300",
+            formula="max(m_i, 1)",
+            denominators=_sample_mean,
+            is_for_every_loss=True,
+        ),
+        LossAggregation(
+            name="prompt_mean",
+            summary="mean over prompts of each prompt group's token mean",
+            source="the equation of DAPO, arXiv:2503.14476; ScaleRL, arXiv:2510.13786",
+            formula="max(M_g, 1) * P / N",
+            denominators=_prompt_mean,
+            needs_prompt_groups=True,
+        ),
+        LossAggregation(
+            name="token_mean",
+            summary="mean over all active tokens of the step",
+            source="DAPO's code; Megatron's per-token loss",
+            formula="1",
+            denominators=lambda totals: 1.0,
+            normalizer_unit="num_tokens",
+            is_for_every_loss=True,
+        ),
+        LossAggregation(
+            name="constant",
+            summary="token sum over a fixed length L, mean over samples",
+            source="Dr.GRPO, arXiv:2503.20783",
+            formula="L",
+            denominators=_constant,
+            needs_divisor=True,
+        ),
+    )
+}
+"""The modes by name, the default first."""
 
 
 def concat(rows: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -188,7 +278,7 @@ def one_for_zero(totals: torch.Tensor) -> torch.Tensor:
 
 
 def make_reducer(loss_masks: Sequence[torch.Tensor], *, denominators: torch.Tensor | float) -> Reducer:
-    """Build the local sum of the law: x -> sum_i (1 / d_i) sum_t m_it x_it.
+    """Build the local sum of the definition: x -> sum_i (1 / d_i) sum_t m_it x_it.
 
     A value at a masked position, NaN and infinity included, reaches neither the sum nor the gradient. Products and
     their pairwise sum are float32, or the values' own dtype if that is wider. The number of operations does not depend
@@ -233,7 +323,7 @@ class _Weights:
 
     @classmethod
     def of(cls, mask: torch.Tensor, row_weights: torch.Tensor | None, lengths: torch.Tensor) -> _Weights:
-        """Spread `[B]` row weights (None: 1) over the tokens of a mask that has the dtype already."""
+        """Repeat `[B]` row weights (None: 1) for the tokens of a mask that has the dtype already."""
         weights = mask
         if row_weights is not None:
             # Without output_size, repeat_interleave would wait for the device to learn it.
@@ -265,17 +355,23 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any
     return torch.autocast(device_type, enabled=False) if has_autocast else contextlib.nullcontext()
 
 
-class _WeightedSum(torch.autograd.Function):
-    """`_Weights.sum` with its gradient, d / d x_t = w_t, in one multiplication."""
+@functools.cache
+def _weighted_sum_function() -> type[torch.autograd.Function]:
+    """Return the autograd function of `_Weights.sum`; made at first use, since its base class is torch's."""
 
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, weights: _Weights) -> torch.Tensor:
-        ctx.weights, ctx.dtype = weights.weights, values.dtype
-        return weights.sum(values)
+    class WeightedSum(torch.autograd.Function):
+        """`_Weights.sum` with its gradient, d / d x_t = w_t, in one multiplication."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return (grad.unsqueeze(-1) * ctx.weights).to(ctx.dtype), None
+        @staticmethod
+        def forward(ctx: Any, values: torch.Tensor, weights: _Weights) -> torch.Tensor:
+            ctx.weights, ctx.dtype = weights.weights, values.dtype
+            return weights.sum(values)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return (grad.unsqueeze(-1) * ctx.weights).to(ctx.dtype), None
+
+    return WeightedSum
 
 
 def _weighted_sum(mask: torch.Tensor, lengths: torch.Tensor, row_weights: torch.Tensor | None) -> Reducer:
@@ -295,6 +391,6 @@ def _weighted_sum(mask: torch.Tensor, lengths: torch.Tensor, row_weights: torch.
                 f"{tuple(mask.shape)}, got {tuple(values.shape)}"
             )
         weights = weights_for(values.dtype, values.device)
-        return _WeightedSum.apply(values, weights) if values.requires_grad else weights.sum(values)
+        return _weighted_sum_function().apply(values, weights) if values.requires_grad else weights.sum(values)
 
     return taking_stacks(reduce)

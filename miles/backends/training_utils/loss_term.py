@@ -26,13 +26,45 @@ from dataclasses import dataclass
 
 import torch
 
-from miles.backends.training_utils.loss_aggregation import Reducer, StepCounts, concat, mask_sums, taking_stacks
+from miles.backends.training_utils.cp_utils import as_row_tensor
+from miles.backends.training_utils.loss_aggregation import (
+    Reducer,
+    RowTotals,
+    StepCounts,
+    concat,
+    mask_sums,
+    taking_stacks,
+)
 from miles.backends.training_utils.loss_hub.math_utils import row_sums
 from miles.backends.training_utils.loss_hub.responses import slice_rows
 from miles.utils.types import RolloutBatch
 
 TERM_COLUMNS = ("row_totals", "rollout_totals", "rollout_token_totals", "prompt_totals")
 """Columns, one number for each row, that `prepare_loss_terms` adds."""
+
+
+class MetricDict(dict[str, torch.Tensor]):
+    """Scalar metrics of a micro-batch, each a local sum, with the step total that it has to be divided by.
+
+    `token_normalized` names the keys that are sums over active tokens (divide by M); `term_normalized` those over the
+    tokens that the main term counts, which are others where a correction or loss weights changed them. All other
+    keys are sums over samples (divide by N).
+    """
+
+    def __init__(
+        self,
+        per_sample: dict[str, torch.Tensor],
+        per_token: dict[str, torch.Tensor],
+        per_term: dict[str, torch.Tensor] | None = None,
+        *,
+        order: Sequence[str] = (),
+    ) -> None:
+        per_term = per_term or {}
+        merged = {**per_sample, **per_token, **per_term}
+        first = [key for key in order if key in merged]
+        super().__init__({key: merged[key] for key in [*first, *(key for key in merged if key not in first)]})
+        self.token_normalized = frozenset(per_token)
+        self.term_normalized = frozenset(per_term)
 
 
 @dataclass(frozen=True)
@@ -71,11 +103,27 @@ class LossTerm:
             return cls(weights, *totals, batch["term_counts"])
         if weights is not None:
             raise ValueError("batch['loss_weights'] needs totals of the whole step; run prepare_loss_terms before it")
-        loss_masks = batch["loss_masks"]
+        loss_masks = batch.get("loss_masks", masks)
         totals = mask_sums(loss_masks if masks is None else counted_masks(args, loss_masks, masks))
         shared = batch.get("rollout_mask_sums")
         shared = totals if shared is None else torch.as_tensor(shared, device=totals.device)
         return cls(None, totals, shared, shared, batch.get("prompt_mask_sums"), batch.get("step_counts"))
+
+    def divisor_totals(self, args: Namespace, batch: RolloutBatch, *, like: Sequence[torch.Tensor]) -> RowTotals:
+        """Return what the divisors of the mode are made of, on the device of the rows `like`.
+
+        A micro-batch that does not know its step is taken as complete groups: P / N = 1 / n_samples_per_prompt.
+        """
+        counts = self.counts
+        if counts is None:
+            counts = StepCounts(num_samples=getattr(args, "n_samples_per_prompt", 1), num_prompts=1, num_tokens=0)
+        return RowTotals(
+            samples=as_row_tensor(self.rollout_totals, like=like),
+            prompts=None if self.prompt_totals is None else as_row_tensor(self.prompt_totals, like=like),
+            counts=counts,
+            divisor=getattr(args, "loss_aggregation_divisor", None),
+            step_samples=batch.get("sample_totals"),
+        )
 
     def weigh(self, args: Namespace, batch: RolloutBatch, reducer: Reducer) -> Reducer:
         """Return x -> reducer(w * x); the reducer itself where there are no weights."""

@@ -19,7 +19,7 @@ from miles.backends.training_utils.data import DataIterator
 from miles.backends.training_utils.loss_aggregation import LossAggregation, StepCounts, concat, mask_sums
 from miles.backends.training_utils.loss_hub.corrections import may_reject, run_correction
 from miles.backends.training_utils.loss_hub.math_utils import sum_by
-from miles.backends.training_utils.loss_hub.reducer_context import wants_context
+from miles.backends.training_utils.loss_hub.reducer_context import wants_step_samples
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.loss_hub.step_masks import gather_masks, refuse_other_losses, refuse_other_masks
 from miles.backends.training_utils.loss_term import counted_masks, counted_sums
@@ -49,7 +49,7 @@ def prepare_loss_terms(
         UserError: a custom correction broke its contract, or its masks depend on the micro-batch; on every rank.
     """
     weights = rollout_data.get("loss_weights")
-    if not (may_reject(args) or weights is not None or wants_context(args)):
+    if not (may_reject(args) or weights is not None or wants_step_samples(args)):
         return
     masks = rollout_data["loss_masks"]
     if may_reject(args):
@@ -71,7 +71,7 @@ def is_left_empty(args: Namespace, tokens: Mapping[str, int | float]) -> bool:
         tokens: `DataIterator.peek_tokens` of the step.
     """
     counted = tokens.get("num_counted_tokens", tokens["num_tokens"])
-    return LossAggregation.of(args) is LossAggregation.TOKEN_MEAN and not counted > 0
+    return LossAggregation.of(args).counts_tokens and not counted > 0
 
 
 def warn_of_empty_step(args: Namespace, rollout_id: int, step_id: int, tokens: Mapping[str, int | float]) -> None:

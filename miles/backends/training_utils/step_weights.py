@@ -70,7 +70,7 @@ def token_weights(args: Namespace, batch: RolloutBatch, masks: Sequence[torch.Te
     if is_left_empty(args, {"num_tokens": counts.num_tokens}):
         return values.detach().to(torch.float64)
     (gradient,) = torch.autograd.grad(main_reducer(args, batch, masks)(values), values)
-    return gradient.to(torch.float64) / counts.normalizer(LossAggregation.of(args))
+    return gradient.to(torch.float64) / LossAggregation.of(args).normalizer(counts)
 
 
 def row_weights(args: Namespace, batch: RolloutBatch, weights: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .loss_aggregation import LossAggregation, Reducer, make_reducer, mask_sums, prompt_denominators
+from .loss_aggregation import MODES, LossAggregation, Reducer, RowTotals, StepCounts, make_reducer, mask_sums
 
 Columns = Mapping[str, Any]
-PROMPT_MEAN, TOKEN_MEAN = LossAggregation.PROMPT_MEAN, LossAggregation.TOKEN_MEAN
-MODES = ", ".join(mode.value for mode in LossAggregation)
+MODE_NAMES = ", ".join(MODES)
 TOKEN_METRICS = ("loss", "pg_loss", "ess_ratio")
 """Metrics of the policy loss that are token means under `token_mean`; its others are sample means."""
 
@@ -35,6 +34,12 @@ def requested_mode(args: Any) -> LossAggregation | None:
     return LossAggregation.of(args) if isinstance(getattr(args, "loss_aggregation", None), str) else None
 
 
+def _has(args: Any, trait: str) -> bool:
+    """Say whether the requested mode, if any, has a trait of the table of modes, such as `needs_prompt_groups`."""
+    mode = requested_mode(args)
+    return mode is not None and getattr(mode, trait)
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
@@ -42,7 +47,7 @@ def _require(condition: bool, message: str) -> None:
 
 def add_arguments(parser: Any) -> None:
     """Add the two options to an argparse parser."""
-    modes = "{" + MODES.replace(" ", "") + "}"
+    modes = "{" + MODE_NAMES.replace(" ", "") + "}"
     text = "how per-token policy loss becomes one scalar a step; default: sample_mean, or the legacy per-token loss"
     parser.add_argument("--loss-aggregation", type=str, default=None, metavar=modes, help=text)
     text = "the fixed length of --loss-aggregation constant, in tokens; positive"
@@ -64,15 +69,17 @@ def resolve_overrides(args: Any, overrides: Columns) -> Columns:
 def validate_arguments(args: Any) -> None:
     """Check the choice against what depends on it, and set `calculate_per_token_loss` for `token_mean`, in place."""
     mode, divisor = getattr(args, "loss_aggregation", None), getattr(args, "loss_aggregation_divisor", None)
-    text = f"--loss-aggregation-divisor belongs to --loss-aggregation constant, not to {mode or 'the default'}"
-    _require(mode == "constant" or divisor is None, f"{text}; got {divisor!r}; leave it out, or choose constant")
+    takers = " or ".join(other.name for other in MODES.values() if other.needs_divisor)
+    is_taker = isinstance(mode, str) and mode in MODES and MODES[mode].needs_divisor
+    text = f"--loss-aggregation-divisor belongs to --loss-aggregation {takers}, not to {mode or 'the default'}"
+    _require(is_taker or divisor is None, f"{text}; got {divisor!r}; leave it out, or choose {takers}")
     is_number = isinstance(divisor, numbers.Real) and not isinstance(divisor, bool)
-    text = "--loss-aggregation constant needs --loss-aggregation-divisor, a positive finite number of tokens"
-    _require(mode != "constant" or (is_number and 0 < divisor < math.inf), f"{text}; got {divisor!r}")
+    text = f"--loss-aggregation {mode} needs --loss-aggregation-divisor, a positive finite number of tokens"
+    _require(not is_taker or (is_number and 0 < divisor < math.inf), f"{text}; got {divisor!r}")
     if mode is None:
         return
-    _require(isinstance(mode, str), f"loss_aggregation must be a string, one of {MODES}; got {mode!r}")
-    _require(mode in list(LossAggregation), f"Unknown --loss-aggregation mode {mode!r}; allowed: {MODES}")
+    _require(isinstance(mode, str), f"loss_aggregation must be a string, one of {MODE_NAMES}; got {mode!r}")
+    _require(mode in MODES, f"Unknown --loss-aggregation mode {mode!r}; allowed: {MODE_NAMES}")
     per_token = getattr(args, "calculate_per_token_loss", False)
     _require(isinstance(per_token, bool), f"calculate_per_token_loss must be a boolean; got {per_token!r}")
     if mode == "sample_mean" and per_token:
@@ -80,32 +87,35 @@ def validate_arguments(args: Any) -> None:
     text = f"--loss-aggregation {mode} is incompatible with --calculate-per-token-loss, which is token_mean"
     _require(mode == "token_mean" or not per_token, f"{text}; leave one of the two out")
     args.calculate_per_token_loss = mode == "token_mean"
-    _check_dependents(mode, args)
+    _check_dependents(MODES[mode], args)
 
 
-def _check_dependents(mode: str, args: Any) -> None:
+def _check_dependents(mode: LossAggregation, args: Any) -> None:
+    text = f"{mode.name} needs totals of all samples of a step, which this trainer does not hand to its reducers"
+    _require(not mode.needs_step_samples, f"{text}; choose another mode")
     loss_type = getattr(args, "loss_type", "policy_loss")
-    text = f"--loss-type sft_loss takes --loss-aggregation sample_mean or token_mean only; got {mode}"
-    _require(loss_type != "sft_loss" or mode in ("sample_mean", "token_mean"), text)
+    takes = " or ".join(other.name for other in MODES.values() if other.is_for_every_loss)
+    text = f"--loss-type sft_loss takes --loss-aggregation {takes} only; got {mode.name}"
+    _require(loss_type != "sft_loss" or mode.is_for_every_loss, text)
     # The trainer refuses these with per-token loss, but looks before the mode has switched that on.
     given = [name for name in ("multi_lora", "indep_dp") if getattr(args, name, False)]
-    _require(mode != "token_mean" or not given, f"--loss-aggregation token_mean is not supported with {given}")
+    _require(not mode.counts_tokens or not given, f"--loss-aggregation {mode.name} is not supported with {given}")
     terms = ["entropy_coef", *(["kl_loss_coef"] if getattr(args, "use_kl_loss", False) else [])]
     given = [f"{name} {getattr(args, name)}" for name in terms if getattr(args, name, 0.0)]
-    text = f"--loss-aggregation token_mean excludes a nonzero {' and '.join(given)}"
-    is_clear = mode != "token_mean" or loss_type != "policy_loss" or not given
+    text = f"--loss-aggregation {mode.name} excludes a nonzero {' and '.join(given)}"
+    is_clear = not mode.counts_tokens or loss_type != "policy_loss" or not given
     _require(is_clear, f"{text}: auxiliary policy-loss terms are sample-normalized; set it to 0")
     batch_size, group_size = getattr(args, "global_batch_size", None), getattr(args, "n_samples_per_prompt", None)
-    text = f"prompt_mean takes whole groups: global_batch_size must be a multiple of n_samples_per_prompt {group_size}"
-    is_whole = mode != "prompt_mean" or None in (batch_size, group_size) or batch_size % group_size == 0
+    text = f"{mode.name} takes whole groups: global_batch_size must be a multiple of n_samples_per_prompt {group_size}"
+    is_whole = not mode.needs_prompt_groups or None in (batch_size, group_size) or batch_size % group_size == 0
     _require(is_whole, f"{text}; got {batch_size}")
 
 
 def prompt_columns(args: Any, samples: Sequence[Any], data: Columns) -> Columns:
     """Return what `prompt_mean` adds to the train data: each row's prompt group, and the group's active tokens."""
-    is_empty = requested_mode(args) is TOKEN_MEAN and not any(any(mask) for mask in data["loss_masks"])
+    is_empty = _has(args, "counts_tokens") and not any(any(mask) for mask in data["loss_masks"])
     _require(not is_empty, "token_mean needs at least one active token in every optimizer step; this rollout has none")
-    if requested_mode(args) is not PROMPT_MEAN:
+    if not _has(args, "needs_prompt_groups"):
         return {}
     groups, sums = [sample.group_index for sample in samples], {}
     _require(None not in groups, "prompt_mean needs a group_index on every sample; set it to the prompt answered")
@@ -157,7 +167,7 @@ def _deal(args: Any, steps: Iterable[list[list[int]]], lengths: Sequence[int], d
 
 def keep_groups_whole(args: Any, data: Columns, partitions: Sequence[Sequence[int]]) -> Any:
     """Return each rank's rows, of which each step takes equally many in order: `partitions`, but for `prompt_mean`."""
-    if requested_mode(args) is not PROMPT_MEAN:
+    if not _has(args, "needs_prompt_groups"):
         return partitions
     size = data.get("dynamic_global_batch_size", args.global_batch_size)
     steps = _groups_by_step(args, data, range(len(data["tokens"])), size)
@@ -172,7 +182,7 @@ def keep_groups_whole_in_schedule(build_schedule: Callable[..., Any], data: Colu
     """
 
     def schedule(args: Any, config: Columns, lengths: Sequence[int], **options: Any) -> Any:
-        if requested_mode(args) is not PROMPT_MEAN:
+        if not _has(args, "needs_prompt_groups"):
             return build_schedule(args, config, lengths, **options)
         names, size, dp_size = options["rollout_indices"], options["global_batch_size"], config["dp_size"]
         steps, alone = _groups_by_step(args, data, names, size), []
@@ -217,36 +227,38 @@ def move_prompt_mask_sums(rollout_data: dict[str, Any]) -> None:
 def sums_tokens(args: Any) -> bool:
     """Say whether the trainer's default reducer sums tokens; the policy loss of `token_mean` gets the sample mean."""
     is_policy = getattr(args, "loss_type", "policy_loss") == "policy_loss"
-    return args.calculate_per_token_loss and not (is_policy and requested_mode(args) is TOKEN_MEAN)
+    return args.calculate_per_token_loss and not (is_policy and _has(args, "counts_tokens"))
 
 
 def get_pg_loss_reducer(args: Any, batch: Columns, loss_masks: Any, default: Reducer, slice_row: Any) -> Reducer:
     """Return the reducer of the policy-gradient term: the mode's, with d_i inside, or the trainer's default."""
     mode = requested_mode(args)
-    if mode in (None, LossAggregation.SAMPLE_MEAN):
+    if mode in (None, MODES["sample_mean"]):
         return default
     columns = [loss_masks, batch["total_lengths"], batch["response_lengths"]]
     if batch.get("max_seq_lens") is not None:
         columns += [[args.qkv_format] * len(loss_masks), batch["max_seq_lens"]]
     masks = [slice_row(*row) for row in zip(*columns, strict=True)]
-    if mode is not PROMPT_MEAN:
-        return make_reducer(masks, denominators=1 if mode is TOKEN_MEAN else args.loss_aggregation_divisor)
     sums = batch.get("prompt_mask_sums")
-    _require(sums is not None, "prompt_mean needs batch['prompt_mask_sums'], each row's group's active tokens")
-    sums = torch.stack([torch.as_tensor(total) for total in sums]).to(masks[0].device)
-    return make_reducer(
-        masks, denominators=prompt_denominators(sums, prompts_per_sample=1 / args.n_samples_per_prompt)
+    if sums is not None:
+        sums = torch.stack([torch.as_tensor(total) for total in sums]).to(masks[0].device)
+    # Groups are complete, so that P / N of the step is that of one group.
+    group = StepCounts(
+        num_samples=args.n_samples_per_prompt if mode.needs_prompt_groups else 1, num_prompts=1, num_tokens=0
     )
+    divisor = getattr(args, "loss_aggregation_divisor", None)
+    totals = RowTotals(mask_sums(loss_masks).to(masks[0].device), sums, group, divisor)
+    return make_reducer(masks, denominators=mode.denominators(totals))
 
 
 def count_active_tokens(args: Any, loss_masks: Sequence[Any], legacy_count: Any) -> Any:
     """Return the tokens of a micro-batch: under `token_mean` the active ones, else the trainer's own count."""
-    return mask_sums(loss_masks).sum() if requested_mode(args) is TOKEN_MEAN else legacy_count
+    return mask_sums(loss_masks).sum() if _has(args, "counts_tokens") else legacy_count
 
 
 def count_step_tokens(args: Any, iterator: Any, num_microbatches: Sequence[int], group: Any) -> list[Any]:
     """Return M, the active tokens over the group's ranks, of each step under `token_mean`; else None for each."""
-    if requested_mode(args) is not TOKEN_MEAN:
+    if not _has(args, "counts_tokens"):
         return [None] * len(num_microbatches)
     sums, size = mask_sums(iterator.rollout_data["loss_masks"]), iterator.micro_batch_size
     batches = iterator.micro_batch_indices or [range(i, i + size) for i in range(0, len(sums), size)]
@@ -258,7 +270,7 @@ def count_step_tokens(args: Any, iterator: Any, num_microbatches: Sequence[int],
 
 def divide_by_step_tokens(args: Any, batch: Columns, loss: torch.Tensor, dp_size: int) -> torch.Tensor:
     """Return loss * dp_size / M under `token_mean`, where the backend averages gradients over `dp_size` ranks."""
-    if requested_mode(args) is not TOKEN_MEAN:
+    if not _has(args, "counts_tokens"):
         return loss
     num_tokens = batch.get("step_num_tokens")
     _require(num_tokens is not None, "token_mean needs batch['step_num_tokens'], the active tokens of the whole step")
@@ -271,7 +283,7 @@ def normalize_by_key(args: Any, metrics: Columns, num_tokens: Any, num_samples: 
 
     Each key gets its normalizer: the micro-batch's tokens, or its samples (one of `num_shares` equal shares of them).
     """
-    if requested_mode(args) is not TOKEN_MEAN:
+    if not _has(args, "counts_tokens"):
         return {}
     by_token = TOKEN_METRICS if getattr(args, "loss_type", "policy_loss") == "policy_loss" else metrics
     counts = [float(num_tokens if key in by_token else num_samples / num_shares) for key in metrics]

@@ -97,7 +97,7 @@ def check_batch_sizes(args: Namespace, data: dict[str, Any], *, dp_size: int) ->
             "(or --rollout-batch-size and --n-samples-per-prompt to what the rollout holds), or pass "
             "--prompt-groups ragged for steps of about that size"
         )
-    if LossAggregation.of(args) is not LossAggregation.PROMPT_MEAN and args.global_batch_size % dp_size:
+    if not LossAggregation.of(args).needs_prompt_groups and args.global_batch_size % dp_size:
         raise UserError(
             f"global_batch_size {args.global_batch_size} is not divisible by the {dp_size} data-parallel ranks; "
             "change --global-batch-size or the number of processes, or pass --prompt-groups ragged"

@@ -59,7 +59,7 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
     """
     data["total_lengths"] = [len(tokens) for tokens in data["tokens"]]
     mode = LossAggregation.of(args)
-    if mode is LossAggregation.PROMPT_MEAN:
+    if mode.needs_prompt_groups:
         _check_prompt_columns(data)
     columns = with_shared_columns("prompt", with_shared_columns("rollout", data))
     rollouts = columns.get("rollout_ids", range(len(data["tokens"])))
@@ -71,12 +71,12 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
         steps = fixed_steps(rollouts, args.global_batch_size)
     add_step_columns(columns, steps)
     units = rollouts
-    if mode is LossAggregation.PROMPT_MEAN and not is_ragged:
+    if mode.needs_prompt_groups and not is_ragged:
         _check_complete_steps(groups, steps, dp_size)
         units = groups
     elif groups is not None and not is_ragged and wants_context(args) and _straddling(groups, steps) is not None:
         columns = {key: column for key, column in columns.items() if key not in PROMPT_COLUMNS}
-    if mode is LossAggregation.TOKEN_MEAN and "loss_masks" in columns:
+    if mode.counts_tokens and "loss_masks" in columns:
         _check_counted_tokens(args, columns, steps)
     add_ordinals(columns)
     return _deal_steps(args, columns, steps, units, dp_size)

@@ -121,7 +121,7 @@ def _id_columns(args: Namespace, samples: Sequence[Sample], loss_masks: Sequence
     if len(set(rollout_ids)) < len(samples):
         columns |= shared_columns("rollout", rollout_ids, loss_masks)
     groups = [sample.group_index for sample in samples]
-    is_prompt_mean = LossAggregation.of(args) is LossAggregation.PROMPT_MEAN
+    is_prompt_mean = LossAggregation.of(args).needs_prompt_groups
     check_groups(args, samples)
     looks_at_groups = wants_context(args) or getattr(args, "prompt_groups", "complete") == "ragged"
     if is_prompt_mean or (looks_at_groups and None not in groups):
@@ -169,7 +169,7 @@ def check_groups(args: Namespace, samples: Sequence[Sample]) -> None:
     Raises:
         UserError: under `prompt_mean`, a sample without a group or, with complete groups, one of another size.
     """
-    if LossAggregation.of(args) is not LossAggregation.PROMPT_MEAN:
+    if not LossAggregation.of(args).needs_prompt_groups:
         return
     groups = [sample.group_index for sample in samples]
     if None in groups:

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation
 from miles.ray.rollout.column_checks import check_batch_sizes
 from miles.ray.rollout.train_data_conversion import check_groups, process_rollout_data_shard, split_train_data_by_dp
 from miles.rollout.debug_data import dump_path, read_dump_rows, sample_of_row
@@ -160,8 +160,8 @@ def _cut(
     if args.global_batch_size is None:
         args = with_values(args, global_batch_size=len(set(data.get("rollout_ids", range(len(data["tokens"]))))))
     shards, refusals = {}, {}
-    for mode in LossAggregation:
-        mode_args = args_of_mode(args, mode.value, divisor=1.0)
+    for mode in MODES.values():
+        mode_args = args_of_mode(args, mode.name, divisor=1.0)
         try:
             check_groups(mode_args, list(samples.values()))
             check_batch_sizes(mode_args, data, dp_size=1)
@@ -169,9 +169,9 @@ def _cut(
         except UserError as error:
             refusals[mode] = with_places(str(error), list(samples))
     # Whatever it refuses, it refuses in every mode.
-    if LossAggregation.SAMPLE_MEAN in refusals:
-        raise UserError(f"{path}: {refusals[LossAggregation.SAMPLE_MEAN]}")
-    shard = process_rollout_data_shard(args, shards[LossAggregation.SAMPLE_MEAN])
+    if MODES["sample_mean"] in refusals:
+        raise UserError(f"{path}: {refusals[MODES['sample_mean']]}")
+    shard = process_rollout_data_shard(args, shards[MODES["sample_mean"]])
     # No weight depends on a token's id.
     return {
         **{key: column for key, column in shard.items() if key not in UNUSED_COLUMNS},

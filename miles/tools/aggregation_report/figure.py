@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation
 from miles.tools.aggregation_report.table import plain
 from miles.tools.figure_style import (
-    MODE_STYLES,
     REFERENCE_COLOUR,
     Style,
     figure_style,
     label_in_plain_numbers,
+    mode_style,
     new_figure,
 )
 
@@ -92,7 +92,7 @@ def bin_weights(lengths: np.ndarray, weights: np.ndarray) -> BinnedWeights:
 
 def relative_token_weights(samples: SampleWeights) -> dict[LossAggregation, np.ndarray]:
     """Return [N] weights of one token for each mode, as multiples of the sample's under `token_mean` where known."""
-    reference = samples.token_weights.get(LossAggregation.TOKEN_MEAN)
+    reference = samples.token_weights.get(MODES["token_mean"])
     return {
         mode: (weights if reference is None else weights / reference).numpy()
         for mode, weights in samples.token_weights.items()
@@ -138,8 +138,8 @@ def _draw_token_weights(axes: Axes, samples: SampleWeights, divisor: float | Non
     if not has_weight:  # zeros have no place on a logarithmic axis
         relative = dict.fromkeys(relative, np.full(len(lengths), np.nan))
     for size, (mode, weights) in zip(LONE_MARKERS, relative.items(), strict=False):
-        _draw_mode(axes, MODE_STYLES[mode], bin_weights(lengths, weights), _label(mode, divisor), size)
-    is_relative = LossAggregation.TOKEN_MEAN in samples.token_weights
+        _draw_mode(axes, mode_style(mode.name), bin_weights(lengths, weights), _label(mode, divisor), size)
+    is_relative = MODES["token_mean"] in samples.token_weights
     low, high = BAND
     axes.set(
         title="What one token weighs",
@@ -165,8 +165,8 @@ def _draw_mode(axes: Axes, style: Style, bins: BinnedWeights, label: str, lone_s
 
 
 def _label(mode: LossAggregation, divisor: float | None) -> str:
-    has_divisor = mode is LossAggregation.CONSTANT and divisor is not None
-    return f"{mode.value}, L = {plain(divisor)}" if has_divisor else mode.value
+    has_divisor = mode.needs_divisor and divisor is not None
+    return f"{mode.name}, L = {plain(divisor)}" if has_divisor else mode.name
 
 
 def _draw_shares(axes: Axes, samples: SampleWeights) -> None:
@@ -175,7 +175,7 @@ def _draw_shares(axes: Axes, samples: SampleWeights) -> None:
     width = BARS_WIDTH / max(len(samples.weights), 1)
     shares = {mode: 100 * quarter_shares(weights.numpy(), quarters) for mode, weights in samples.weights.items()}
     for number, (mode, heights) in enumerate(shares.items()):
-        style = MODE_STYLES[mode]
+        style = mode_style(mode.name)
         axes.bar(
             places - BARS_WIDTH / 2 + (number + 0.5) * width,
             heights,

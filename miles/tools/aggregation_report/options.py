@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.utils.argument_groups import ManualHelpFormatter, reset_arg
 from miles.utils.arguments import build_parser, miles_validate_args
 from miles.utils.errors import UserError
@@ -147,13 +148,13 @@ def args_of_mode(args: Namespace, mode: str, *, divisor: float) -> Namespace:
     Args:
         args: From `training_args`.
         mode: Its name.
-        divisor: L, which `constant` alone gets.
+        divisor: L, which modes with a divisor alone get.
     """
     mode_args = with_values(
         args,
         loss_aggregation=mode,
         calculate_per_token_loss=False,
-        loss_aggregation_divisor=divisor if mode == "constant" else None,
+        loss_aggregation_divisor=divisor if MODES[mode].needs_divisor else None,
     )
     resolve_loss_aggregation_args(mode_args)
     return mode_args

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation
 from miles.backends.training_utils.loss_hub.math_utils import sum_by
 from miles.backends.training_utils.step_weights import effective_number
 from miles.ray.rollout.step_columns import LONGEST_QUARTER, NUM_QUARTERS
@@ -70,7 +70,7 @@ def describe(
         "data": _describe_data(used, samples, is_right),
         "groups": _describe_groups(args, samples),
         "quarters": _describe_quarters(samples),
-        "modes": {mode.value: _describe_mode(samples, mode, is_right, used, top) for mode in samples.weights},
+        "modes": {mode.name: _describe_mode(samples, mode, is_right, used, top) for mode in samples.weights},
         "switches": [_describe_switch(samples, old, new) for old, new in combinations(samples.weights, 2)],
     }
 
@@ -93,7 +93,7 @@ def describe_files(dumps: Sequence[Dump]) -> dict[str, Any]:
 
 def _describe_unavailable(dumps: Sequence[Dump], samples: SampleWeights) -> dict[str, str]:
     """Return why figures are not there, by mode or part."""
-    reasons = {mode.value: reason for mode, reason in samples.refusals.items()}
+    reasons = {mode.name: reason for mode, reason in samples.refusals.items()}
     without_group = next((dump.without_group for dump in dumps if dump.without_group), "")
     if samples.prompts is None:
         reasons["prompts"] = without_group
@@ -153,7 +153,7 @@ def _describe_mode(
 ) -> dict[str, Any]:
     weights, token_weights = samples.weights[mode], samples.token_weights[mode]
     total = weights.sum()
-    reference = samples.token_weights.get(LossAggregation.TOKEN_MEAN)
+    reference = samples.token_weights.get(MODES["token_mean"])
     by_prompt = None
     if samples.prompts is not None:
         by_prompt = sum_by(weights, samples.prompts, len(samples.group_indices))
@@ -233,8 +233,8 @@ def _describe_switch(samples: SampleWeights, old: LossAggregation, new: LossAggr
     """Return by what the mean weight of an active token is multiplied when `old` becomes `new`."""
     before, after = (sum_by(samples.weights[mode], samples.quarters, NUM_QUARTERS) for mode in (old, new))
     return {
-        "from": old.value,
-        "to": new.value,
+        "from": old.name,
+        "to": new.name,
         "all": divide(after.sum(), before.sum()),
         "by_quarter": [divide(*pair) for pair in zip(after, before, strict=True)],
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from miles.backends.training_utils.data import get_data_iterator, move_to_device
 from miles.backends.training_utils.loss import compute_advantages_and_returns
-from miles.backends.training_utils.loss_aggregation import LossAggregation, concat, mask_sums, row_lengths
+from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation, concat, mask_sums, row_lengths
 from miles.backends.training_utils.loss_hub.math_utils import sum_by
 from miles.backends.training_utils.step_totals import prepare_loss_terms
 from miles.backends.training_utils.step_weights import row_weights, token_weights
@@ -78,7 +78,7 @@ def sample_weights(args: Namespace, dumps: Sequence[Dump], *, divisor: float) ->
         divisor: L of `constant`, in tokens.
     """
     refusals = {mode: f"{dump.path}: {reason}" for dump in reversed(dumps) for mode, reason in dump.refusals.items()}
-    modes = {mode: args_of_mode(args, mode.value, divisor=divisor) for mode in LossAggregation if mode not in refusals}
+    modes = {mode: args_of_mode(args, mode.name, divisor=divisor) for mode in MODES.values() if mode not in refusals}
     parts = [_of_dump(modes, dump) for dump in dumps]
     columns: dict[Any, Tensor] = {
         key: torch.cat([part[key] for part in parts]) for key in parts[0] if all(key in part for part in parts)
@@ -107,7 +107,7 @@ def _counted_on(parts: Sequence[dict[Any, Tensor]], key: str) -> Tensor:
 
 def _of_dump(modes: dict[LossAggregation, Namespace], dump: Dump) -> dict[Any, Tensor]:
     """Return the columns of one dump's samples, in the order of its file, and under each mode its weights."""
-    args = with_values(modes[LossAggregation.SAMPLE_MEAN], micro_batch_size=ROWS_AT_ONCE)
+    args = with_values(modes[MODES["sample_mean"]], micro_batch_size=ROWS_AT_ONCE)
     data = move_to_device(dump.shard, "cpu")
     iterators, num_microbatches = get_data_iterator(args, None, data)
     columns = _plain_columns(dump.shard, data)
@@ -119,7 +119,8 @@ def _of_dump(modes: dict[LossAggregation, Namespace], dump: Dump) -> dict[Any, T
     samples = {key: _of_samples(by_rollout, column) for key, column in columns.items()}
     samples["lengths"] = _lengths(dump.shard)
     samples["num_active"] = _sums(by_rollout, mask_sums(data["loss_masks"]))
-    prepare_loss_terms(args, data, iterators, num_microbatches)
+    asking = next((own for mode, own in modes.items() if mode.needs_step_samples), args)
+    prepare_loss_terms(asking, data, iterators, num_microbatches)
     rows: dict[LossAggregation, list[Tensor]] = {mode: [] for mode in modes}
     for _ in range(sum(num_microbatches)):
         batch = iterators[0].get_next()

@@ -4,14 +4,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from miles.tools.figure_style import MODE_STYLES, OTHER_STYLES, Style
+from miles.tools.figure_style import STYLES, Style, mode_style, nth_style
 from miles.tools.plot_run.runs import RunGroup
 from miles.utils.errors import UserError
 
-DASHES = tuple(style.dashes for style in OTHER_STYLES)
-UNKNOWN_STYLE = OTHER_STYLES[len(MODE_STYLES)]
-"""Of runs whose mode is not known: no mode's colour."""
-MAX_GROUPS = len(OTHER_STYLES) * len(DASHES)
+DASHES = tuple(style.dashes for style in STYLES)
+MAX_GROUPS = len(STYLES) * len(DASHES)
 """As many lines can be told apart by colour and dashes."""
 
 logger = logging.getLogger(__name__)
@@ -32,7 +30,7 @@ def group_styles(groups: Sequence[RunGroup]) -> list[Style]:
             f"a figure tells {MAX_GROUPS} settings apart by colour and dashes, and these runs have {len(groups)}; "
             "name fewer runs at once"
         )
-    by_mode = [MODE_STYLES.get(group.mode, UNKNOWN_STYLE) for group in groups]
+    by_mode = [mode_style(group.mode) for group in groups]
     num_colours = len({style.colour for style in by_mode})
     if num_colours == len(groups):
         return by_mode
@@ -43,9 +41,4 @@ def group_styles(groups: Sequence[RunGroup]) -> list[Style]:
         if len(settings) <= len(DASHES) and len(set(styles)) == len(groups):
             return styles
         logger.warning("too many settings for %d kinds of dashes: colours stand for no modes here", len(DASHES))
-    return [_nth_style(place) for place in range(len(groups))]
-
-
-def _nth_style(place: int) -> Style:
-    number, row = place % len(OTHER_STYLES), place // len(OTHER_STYLES)
-    return replace(OTHER_STYLES[number], dashes=DASHES[(number + row) % len(DASHES)])
+    return [nth_style(place) for place in range(len(groups))]

@@ -1,6 +1,6 @@
 """Every option of the command line, in titled groups that follow each other as the manual reads."""
 
-from miles.utils.argument_groups.aggregation import LAW_CHOICES, LOSS_AGGREGATIONS, add_loss_aggregation_arguments
+from miles.utils.argument_groups.aggregation import LAW_CHOICES, add_loss_aggregation_arguments
 from miles.utils.argument_groups.common import PLUGIN_PATH, ManualHelpFormatter, reset_arg
 from miles.utils.argument_groups.data import (
     RM_TYPES,
@@ -35,7 +35,6 @@ ADD_GROUP_FUNCTIONS = (
 __all__ = [
     "ADD_GROUP_FUNCTIONS",
     "LAW_CHOICES",
-    "LOSS_AGGREGATIONS",
     "PLUGIN_PATH",
     "RM_TYPES",
     "ManualHelpFormatter",

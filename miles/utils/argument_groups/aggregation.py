@@ -1,13 +1,10 @@
-"""Options of the law: how per-token loss becomes one scalar per optimizer step."""
+"""Options of the aggregation: how per-token loss becomes one scalar per optimizer step."""
 
 import argparse
 from typing import Any
 
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.utils.argument_groups.common import PLUGIN_PATH, reset_arg
-
-LOSS_AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
-"""Values of `miles.backends.training_utils.loss_aggregation.LossAggregation`, which `--help` cannot import since that
-module needs torch; a test keeps the two equal."""
 
 LAW_CHOICES = {
     "prompt_groups": ("complete", "ragged"),
@@ -30,19 +27,16 @@ def add_loss_aggregation_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "loss aggregation",
         "How the per-token policy loss of one optimizer step becomes one scalar. The result does not depend on how "
-        "the step is cut into micro-batches or spread over processes.",
+        "the step is split into micro-batches or spread over processes.",
     )
     # No argparse choices: validation reports an unknown mode in the same words from the command line and from YAML.
     reset_arg(
         group,
         "--loss-aggregation",
         type=str,
-        default="sample_mean",
-        metavar="{" + ",".join(LOSS_AGGREGATIONS) + "}",
-        help="sample_mean: mean over samples of each sample's token mean (GRPO, arXiv:2402.03300). prompt_mean: token "
-        "mean inside each prompt group, then mean over groups (the equation of DAPO, arXiv:2503.14476; ScaleRL, "
-        "arXiv:2510.13786). token_mean: mean over all active tokens of the step (DAPO's code; Megatron's per-token "
-        "loss). constant: token sum over a fixed length L, mean over samples (Dr.GRPO, arXiv:2503.20783)",
+        default=next(iter(MODES)),
+        metavar="{" + ",".join(MODES) + "}",
+        help=". ".join(f"{mode.name}: {mode.summary} ({mode.source})" for mode in MODES.values()),
     )
     reset_arg(
         group,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.tools.aggregation_report.__main__ import main
 from miles.tools.aggregation_report.options import build_report_parser
 from miles.utils.arguments import build_parser
@@ -13,7 +13,7 @@ from tests.fast.docs.test_customization import ROOT
 from tests.fast.tools.aggregation_report.small_dumps import write_dumps
 
 PAGE = (ROOT / "docs" / "aggregation-report.md").read_text()
-KEYS_OF_DATA = {mode.value for mode in LossAggregation} | {"completed", "truncated"}
+KEYS_OF_DATA = set(MODES) | {"completed", "truncated"}
 
 
 def _keys(report: Any) -> Iterator[str]:

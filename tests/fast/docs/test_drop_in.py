@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.drop_in.seam import SeamError
 from miles.testing import run_world
 from tests.fast.docs.test_customization import ROOT, python_files
@@ -94,7 +94,7 @@ def page(tmp_path, monkeypatch):
         sys.modules.pop(file.stem, None)
 
 
-@pytest.mark.parametrize("mode", [mode.value for mode in LossAggregation])
+@pytest.mark.parametrize("mode", list(MODES))
 def test_the_step_by_hand_is_exact_however_it_is_cut(page, mode):
     train_step = page("ddp_step").train_step
     value, gradient = expected(mode)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.trainer import main
-from miles.utils.argument_groups.aggregation import LOSS_AGGREGATIONS
 from miles.utils.arguments import parse_args
 from tests.fast.docs.test_customization import ROOT, python_files
 from tests.fast.tools.plot_run.folders import step, write_run
@@ -26,7 +26,7 @@ def _training_options(mode, seed):
     return shlex.split(options.replace("$mode", mode).replace("$seed", str(seed)))
 
 
-@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize("mode", MODES)
 def test_the_command_trains_each_mode(mode):
     args = parse_args(_training_options(mode, 3))
     assert (args.loss_aggregation, args.seed, args.rollout_seed) == (mode, 3, 3)

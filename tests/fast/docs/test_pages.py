@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.tools.aggregation_report.options import build_report_parser
 from miles.utils.arguments import build_parser
 from tests.fast.docs.test_customization import ROOT
@@ -15,7 +15,6 @@ from tests.fast.length_mix import SAMPLES_PER_PROMPT, length_mix
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-MODES = [mode.value for mode in LossAggregation]
 # The worked example: the values of each answer's tokens, two prompts with two answers each.
 PROMPTS = [[[1, 1], [0, 0, 0, 0, 0, 0]], [[1], [1]]]
 ANSWERS = [answer for prompt in PROMPTS for answer in prompt]
@@ -169,7 +168,7 @@ def test_figures_of_the_page_on_choosing_follow_from_the_lengths(mode):
     expected = [100 * sum(by_length[:quarter]), 100 * sum(by_length[-quarter:]), 100 * max(prompt_sums(shares))]
     expected += [effective_number(shares), effective_number(prompt_sums(shares))]
     rows = table("choosing.md", "of these answers")
-    shown = [numbers(rows[row][1 + MODES.index(mode)])[0] for row in (0, 1, 3, 4, 5)]
+    shown = [numbers(rows[row][1 + list(MODES).index(mode)])[0] for row in (0, 1, 3, 4, 5)]
     assert shown == pytest.approx(expected, rel=0.01, abs=0.02)
 
 
@@ -191,3 +190,11 @@ def test_ratios_of_the_page_on_choosing_follow_from_its_shares():
     assert [long[mode] / short[mode] for mode in (2, 3)] == pytest.approx([3, 3], abs=0.2)
     # A push is weight times advantage: over the weights of a token, pushes are as the advantages.
     assert long[0] / short[0] * rows[6][0] / rows[7][0] == pytest.approx(0.95 / 0.29, rel=0.1)
+
+
+def test_the_table_of_the_readme_is_the_table_of_modes():
+    rows = [row.split(" | ") for row in (ROOT / "README.md").read_text().split("| paper |")[1].splitlines()[2:6]]
+    assert [row[0].split("`")[1] for row in rows] == list(MODES)
+    for (_, value, paper, _), mode in zip(rows, MODES.values(), strict=True):
+        assert value.split(" (L")[0] == mode.summary
+        assert re.findall(r"\d{4}\.\d{5}", paper) == re.findall(r"\d{4}\.\d{5}", mode.source)

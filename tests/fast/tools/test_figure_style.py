@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.tools import figure_style
-from miles.tools.figure_style import MODE_STYLES, OTHER_STYLES, check_figure_path, new_figure, save_figure
-from miles.utils.argument_groups.aggregation import LOSS_AGGREGATIONS
+from miles.tools.figure_style import STYLES, check_figure_path, mode_style, new_figure, save_figure
 from miles.utils.errors import UserError
 
 SIMULATIONS = {
@@ -52,15 +52,14 @@ def figure(matplotlib):
     with figure_style.figure_style():
         figure = new_figure(4, 2)
         axes = figure.subplots()
-        axes.bar(range(7), range(1, 8), color=[style.colour for style in OTHER_STYLES])
+        axes.bar(range(7), range(1, 8), color=[style.colour for style in STYLES])
     return figure
 
 
 def test_each_mode_has_a_style_of_its_own():
-    assert tuple(MODE_STYLES) == LOSS_AGGREGATIONS
     for styles, fields in (
-        (MODE_STYLES.values(), ("colour", "marker", "dashes", "hatch")),
-        (OTHER_STYLES, ("colour",)),
+        ([mode_style(mode) for mode in MODES], ("colour", "marker", "dashes", "hatch")),
+        (STYLES, ("colour",)),
     ):
         for field in fields:
             assert len({getattr(style, field) for style in styles}) == len(styles), field
@@ -68,12 +67,12 @@ def test_each_mode_has_a_style_of_its_own():
 
 @pytest.mark.parametrize("name", SIMULATIONS)
 def test_everybody_can_tell_the_modes_apart(name):
-    colours = [_lab(SIMULATIONS[name] @ _linear(style.colour)) for style in MODE_STYLES.values()]
+    colours = [_lab(SIMULATIONS[name] @ _linear(style.colour)) for style in map(mode_style, MODES)]
     assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(colours, 2)) >= 22
 
 
 def test_modes_differ_in_print_and_stand_out_from_the_page():
-    linear = [_linear(style.colour) for style in MODE_STYLES.values()]
+    linear = [_linear(style.colour) for style in map(mode_style, MODES)]
     lightness = sorted(_lab(colour)[0] for colour in linear)
     assert min(b - a for a, b in itertools.pairwise(lightness)) >= 6
     # WCAG 2.1, 1.4.11: graphics need 3 to 1. Contrast is (luminance of white + 0.05) / (of the colour + 0.05).
@@ -92,7 +91,7 @@ def test_a_figure_is_written_with_its_colours_and_leaves_nothing_else(figure, tm
     assert _png(path) == (4 * 160, 2 * 160)
     pixels = image.open(path).convert("RGB").getcolors(100_000)
     drawn = {"#{:02x}{:02x}{:02x}".format(*colour) for count, colour in pixels if count > 100}
-    assert {style.colour.lower() for style in OTHER_STYLES} | {"#ffffff"} <= drawn
+    assert {style.colour.lower() for style in STYLES} | {"#ffffff"} <= drawn
     assert [each.name for each in tmp_path.iterdir()] == ["a.png"]
 
 

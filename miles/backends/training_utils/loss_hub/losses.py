@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from miles.backends.training_utils.loss_aggregation import LossAggregation, MetricDict, Reducer, concat
+from miles.backends.training_utils.loss_aggregation import LossAggregation, Reducer, concat
 from miles.backends.training_utils.loss_hub.corrections import corrects_off_policy, may_reject, run_correction
 from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy, get_values
 from miles.backends.training_utils.loss_hub.math_utils import compute_approx_kl, compute_policy_loss, safe_exp
@@ -26,6 +26,7 @@ from miles.backends.training_utils.loss_hub.policy_reducers import (
 )
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.loss_hub.step_masks import step_masks
+from miles.backends.training_utils.loss_term import MetricDict
 from miles.utils.misc import load_function
 from miles.utils.types import RolloutBatch
 
@@ -144,7 +145,7 @@ def _sort_metrics(args: Namespace, metrics: dict[str, torch.Tensor]) -> MetricDi
     """Sort the metrics by the count that normalizes them under `token_mean`; else all are sums over samples."""
     order = ["loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "ess_ratio"]
     metrics = {name: value.detach() for name, value in metrics.items()}
-    if LossAggregation.of(args) is not LossAggregation.TOKEN_MEAN:
+    if not LossAggregation.of(args).counts_tokens:
         return MetricDict(metrics, {}, order=order)
     of_term = {"loss", "pg_loss"} | ({"entropy_loss", "kl_loss"} if auxiliary_terms_match(args) else set())
     per_term = {name: metrics.pop(name) for name in sorted(of_term & metrics.keys())}

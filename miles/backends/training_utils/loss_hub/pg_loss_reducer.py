@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 
-from miles.backends.training_utils.cp_utils import as_row_tensor, get_sum_of_sample_mean
-from miles.backends.training_utils.loss_aggregation import (
-    LossAggregation,
-    Reducer,
-    StepCounts,
-    prompt_denominators,
-)
+from miles.backends.training_utils.cp_utils import get_sum_of_sample_mean
+from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation, Reducer, StepCounts
 from miles.backends.training_utils.loss_hub.reducer_context import ReducerContext, declares_context, wants_context
+from miles.backends.training_utils.loss_term import LossTerm
 from miles.utils.errors import UserError
 from miles.utils.misc import load_function
 from miles.utils.types import RolloutBatch
@@ -59,39 +55,21 @@ def get_pg_loss_reducer(
         context = ReducerContext.of(args, batch, pg_loss_masks) if wants_context(args) else None
         return load_pg_loss_reducer(args, total_lengths, response_lengths, pg_loss_masks, context=context)
     mode = LossAggregation.of(args)
-    if mode is LossAggregation.SAMPLE_MEAN:
+    if mode is MODES["sample_mean"]:
         return default_reducer
-    choice: dict[str, Any] = {}
-    if mode is LossAggregation.TOKEN_MEAN:
-        choice["calculate_per_token_loss"] = True
-    elif mode is LossAggregation.CONSTANT:
-        choice["constant_divisor"] = args.loss_aggregation_divisor
-        if choice["constant_divisor"] is None:
-            raise ValueError("constant aggregation needs --loss-aggregation-divisor, and the namespace has None")
-    else:
-        choice["sample_denoms"] = prompt_denominators(
-            as_row_tensor(_prompt_totals(batch), like=pg_loss_masks),
-            prompts_per_sample=_prompts_per_sample(args, batch),
-        )
+    if mode.needs_step_samples and batch.get("sample_totals") is None:
+        raise ValueError(f"{mode.name} needs totals of the whole step; run prepare_loss_terms before it")
+    term = LossTerm.of(args, batch, pg_loss_masks)
+    denominators = mode.denominators(term.divisor_totals(args, batch, like=pg_loss_masks))
+    is_one_for_all = not isinstance(denominators, torch.Tensor)
     return get_sum_of_sample_mean(
-        total_lengths, response_lengths, pg_loss_masks, qkv_format=args.qkv_format, max_seq_lens=max_seq_lens, **choice
+        total_lengths,
+        response_lengths,
+        pg_loss_masks,
+        qkv_format=args.qkv_format,
+        max_seq_lens=max_seq_lens,
+        **{"constant_divisor" if is_one_for_all else "sample_denoms": denominators},
     )
-
-
-def _prompt_totals(batch: RolloutBatch) -> torch.Tensor:
-    totals = batch.get("prompt_totals", batch.get("prompt_mask_sums"))
-    if totals is None:
-        raise ValueError(
-            "prompt_mean needs batch['prompt_mask_sums'], the active tokens of each row's whole prompt group; "
-            "conversion writes that column under --loss-aggregation prompt_mean"
-        )
-    return totals
-
-
-def _prompts_per_sample(args: Namespace, batch: RolloutBatch) -> float:
-    """Return P / N: the step's own, or 1 / n for a micro-batch that does not know its step (complete groups)."""
-    counts = batch.get("step_counts")
-    return counts.num_prompts / counts.num_samples if counts is not None else 1 / args.n_samples_per_prompt
 
 
 def load_pg_loss_reducer(

@@ -46,7 +46,7 @@ def build_policy_reducers(
         given: The dispatcher's reducer, used where it is the one that is needed.
     """
     term = LossTerm.of(args, batch, masks)
-    per_token = LossAggregation.of(args) is LossAggregation.TOKEN_MEAN
+    per_token = LossAggregation.of(args).counts_tokens
     is_sample_mean = not per_token and term.weights is None
     whole = given if is_sample_mean else sample_mean(args, batch, batch["loss_masks"], batch.get("rollout_mask_sums"))
     kept = whole

@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 
-from miles.backends.training_utils.loss_aggregation import (
-    LossAggregation,
-    StepCounts,
-    one_for_zero,
-    prompt_denominators,
-)
+from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation, StepCounts
 from miles.backends.training_utils.loss_hub.responses import slice_rows
 from miles.backends.training_utils.loss_term import LossTerm
 from miles.utils.misc import load_function
@@ -68,8 +63,8 @@ class ReducerContext:
         return cls(
             args=args,
             step_counts=term.counts,
-            normalizer=term.counts.normalizer(LossAggregation.of(args)),
-            denominators=_denominators(args, term),
+            normalizer=LossAggregation.of(args).normalizer(term.counts),
+            denominators=_denominators(args, batch, term),
             sample_totals=batch["sample_totals"],
             local_lengths=[mask.numel() for mask in local_masks],
             local_masks=local_masks,
@@ -78,19 +73,26 @@ class ReducerContext:
         )
 
 
-def _denominators(args: Namespace, term: LossTerm) -> dict[str, torch.Tensor | None]:
-    sample = one_for_zero(term.rollout_totals)
-    prompt = None
-    if term.prompt_totals is not None and term.counts.num_prompts:
-        ratio = term.counts.num_prompts / term.counts.num_samples
-        prompt = prompt_denominators(term.prompt_totals, prompts_per_sample=ratio)
-    divisor = getattr(args, "loss_aggregation_divisor", None)
-    return {
-        LossAggregation.SAMPLE_MEAN.value: sample,
-        LossAggregation.PROMPT_MEAN.value: prompt,
-        LossAggregation.TOKEN_MEAN.value: torch.ones_like(sample),
-        LossAggregation.CONSTANT.value: None if divisor is None else torch.full_like(sample, divisor),
+def _denominators(args: Namespace, batch: RolloutBatch, term: LossTerm) -> dict[str, torch.Tensor | None]:
+    """Return d_i `[B]` of every mode, None where the step does not have what the mode needs."""
+    totals = term.divisor_totals(args, batch, like=[term.row_totals])
+    is_lacking = {
+        "needs_prompt_groups": totals.prompts is None or not totals.counts.num_prompts,
+        "needs_divisor": totals.divisor is None,
     }
+    denominators: dict[str, torch.Tensor | None] = {}
+    for name, mode in MODES.items():
+        if any(getattr(mode, need) and lacking for need, lacking in is_lacking.items()):
+            denominators[name] = None
+        else:
+            divisors = torch.as_tensor(mode.denominators(totals), dtype=torch.float64, device=totals.samples.device)
+            denominators[name] = divisors.expand(totals.samples.shape)
+    return denominators
+
+
+def wants_step_samples(args: Namespace) -> bool:
+    """Whether the run's reducer reads the totals of all samples of the step: a custom one's context, or a mode's."""
+    return wants_context(args) or LossAggregation.of(args).needs_step_samples
 
 
 def wants_context(args: Namespace) -> bool:

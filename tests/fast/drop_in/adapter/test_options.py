@@ -44,8 +44,8 @@ class Proxy:
 
 
 def test_the_mode_may_stand_anywhere(adapter):
-    assert adapter.requested_mode(ByDefault()) is adapter.LossAggregation.CONSTANT
-    assert adapter.requested_mode(Proxy(arguments())) is adapter.LossAggregation.PROMPT_MEAN
+    assert adapter.requested_mode(ByDefault()) is adapter.MODES["constant"]
+    assert adapter.requested_mode(Proxy(arguments())) is adapter.MODES["prompt_mean"]
     assert adapter.requested_mode(Proxy(Namespace())) is None
 
 

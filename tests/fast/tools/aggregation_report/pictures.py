@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.tools.aggregation_report.figure import draw_weights
-from miles.tools.figure_style import MODE_STYLES, figure_style
+from miles.tools.figure_style import figure_style, mode_style
 from tests.fast.length_mix import SAMPLES_PER_PROMPT, length_mix
 
-MODES = tuple(LossAggregation)
+MODE_LIST = tuple(MODES.values())
 
 
 def figure_samples(lengths, divisors, *, active=None, quarters=None):
@@ -33,10 +33,10 @@ def many_samples(number):
     total = sum(lengths)
     groups = np.add.reduceat(lengths, range(0, number, SAMPLES_PER_PROMPT)).repeat(SAMPLES_PER_PROMPT)
     divisors = {
-        LossAggregation.SAMPLE_MEAN: [number * length for length in lengths],
-        LossAggregation.PROMPT_MEAN: (groups * (number // SAMPLES_PER_PROMPT)).tolist(),
-        LossAggregation.TOKEN_MEAN: [total] * number,
-        LossAggregation.CONSTANT: [2048 * number] * number,
+        MODES["sample_mean"]: [number * length for length in lengths],
+        MODES["prompt_mean"]: (groups * (number // SAMPLES_PER_PROMPT)).tolist(),
+        MODES["token_mean"]: [total] * number,
+        MODES["constant"]: [2048 * number] * number,
     }
     order = np.argsort(np.argsort(lengths, kind="stable"))
     return figure_samples(lengths, divisors, quarters=(4 * order // number).tolist())
@@ -65,4 +65,4 @@ def bars_of(figure):
         red, green, blue, _ = bar.get_facecolor()
         colour = "#{:02X}{:02X}{:02X}".format(*(round(255 * part) for part in (red, green, blue)))
         heights.setdefault(colour, []).append(bar.get_height())
-    return {mode: heights[style.colour] for mode, style in MODE_STYLES.items() if style.colour in heights}
+    return {mode: heights[style.colour] for mode in MODES if (style := mode_style(mode)).colour in heights}

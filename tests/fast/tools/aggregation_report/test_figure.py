@@ -5,13 +5,20 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.rollout.debug_data import save_rollout_dump
 from miles.tools.aggregation_report.__main__ import main
 from miles.tools.aggregation_report.figure import BAND, MAX_BINS, bin_weights, quarter_shares
-from miles.tools.figure_style import MODE_STYLES
+from miles.tools.figure_style import mode_style
 from tests.fast.length_mix import length_mix, mixed_samples
-from tests.fast.tools.aggregation_report.pictures import MODES, bars_of, drawn, figure_samples, lines_of, many_samples
+from tests.fast.tools.aggregation_report.pictures import (
+    MODE_LIST,
+    bars_of,
+    drawn,
+    figure_samples,
+    lines_of,
+    many_samples,
+)
 
 QUARTERS = ["shortest", "second", "third", "longest"]
 
@@ -21,14 +28,14 @@ def _matplotlib():
     pytest.importorskip("matplotlib", reason="needs the extra `plot`")
 
 
-def _worked_example(modes=MODES):
+def _worked_example(modes=MODE_LIST):
     # docs/loss-aggregation.md's: answers of 2 and 6 tokens, and two of 1; N = 4, P = 2, M = 10, L = 8. A token weighs
     # 1 / (N m_i), 1 / (P M_g), 1 / M and 1 / (L N).
     divisors = {
-        LossAggregation.SAMPLE_MEAN: [4 * 2, 4 * 6, 4 * 1, 4 * 1],
-        LossAggregation.PROMPT_MEAN: [2 * 8, 2 * 8, 2 * 2, 2 * 2],
-        LossAggregation.TOKEN_MEAN: [10] * 4,
-        LossAggregation.CONSTANT: [8 * 4] * 4,
+        MODES["sample_mean"]: [4 * 2, 4 * 6, 4 * 1, 4 * 1],
+        MODES["prompt_mean"]: [2 * 8, 2 * 8, 2 * 2, 2 * 2],
+        MODES["token_mean"]: [10] * 4,
+        MODES["constant"]: [8 * 4] * 4,
     }
     return figure_samples([2, 6, 1, 1], {mode: divisors[mode] for mode in modes}, quarters=[2, 3, 0, 1])
 
@@ -63,10 +70,10 @@ def test_bars_are_shares_of_the_weight_in_percent():
 def test_each_series_looks_as_its_mode_does_everywhere():
     figure = drawn(_worked_example())
     for line in figure.axes[0].lines:
-        style = MODE_STYLES[line.get_label()]
+        style = mode_style(line.get_label())
         assert (line.get_color(), line.get_marker()) == (style.colour, style.marker)
     hatches = {bar.get_hatch() for bar in figure.axes[1].patches}
-    assert hatches == {style.hatch for style in MODE_STYLES.values()}
+    assert hatches == {style.hatch for style in map(mode_style, MODES)}
 
 
 def test_the_legend_tells_the_divisor():
@@ -104,7 +111,7 @@ def _percentile(ascending, q):
 
 def test_a_band_shows_how_far_prompts_spread():
     # 101 answers of 5 tokens that weigh 1/100 to 1/200 a token; the band is from the 6th to the 96th of them.
-    samples = figure_samples([5] * 101, {LossAggregation.PROMPT_MEAN: [100.0 + place for place in range(101)]})
+    samples = figure_samples([5] * 101, {MODES["prompt_mean"]: [100.0 + place for place in range(101)]})
     [band] = drawn(samples).axes[0].collections
     lengths, heights = band.get_paths()[0].vertices.T
     assert lengths.min() < 5 < lengths.max() <= 1.1 * lengths.min()  # else nothing is seen of it
@@ -114,7 +121,7 @@ def test_a_band_shows_how_far_prompts_spread():
 def test_fully_masked_samples_have_no_token_to_weigh():
     samples = figure_samples(
         [3, 4, 5, 9],
-        {LossAggregation.SAMPLE_MEAN: [12.0, 16.0, 20.0, 4.0]},
+        {MODES["sample_mean"]: [12.0, 16.0, 20.0, 4.0]},
         active=[3, 4, 5, 0],
         quarters=[0, 1, 2, 3],
     )
@@ -123,15 +130,15 @@ def test_fully_masked_samples_have_no_token_to_weigh():
     assert bars_of(figure)["sample_mean"] == pytest.approx([100 / 3, 100 / 3, 100 / 3, 0])
 
 
-@pytest.mark.parametrize("absent", MODES)
+@pytest.mark.parametrize("absent", MODE_LIST)
 def test_modes_that_cannot_be_computed_are_left_out(absent):
-    figure = drawn(_worked_example([mode for mode in MODES if mode is not absent]))
-    assert absent.value not in lines_of(figure) and absent.value not in bars_of(figure)
-    assert ("1 = token_mean" in figure.axes[0].get_ylabel()) == (absent is not LossAggregation.TOKEN_MEAN)
-    assert absent.value not in {text.get_text() for text in figure.legends[0].get_texts()}
+    figure = drawn(_worked_example([mode for mode in MODE_LIST if mode is not absent]))
+    assert absent.name not in lines_of(figure) and absent.name not in bars_of(figure)
+    assert ("1 = token_mean" in figure.axes[0].get_ylabel()) == (absent is not MODES["token_mean"])
+    assert absent.name not in {text.get_text() for text in figure.legends[0].get_texts()}
 
 
-@pytest.mark.parametrize("modes", [MODES, MODES[:2]])  # as multiples of token_mean's 0, weights are NaN
+@pytest.mark.parametrize("modes", [MODE_LIST, MODE_LIST[:2]])  # as multiples of token_mean's 0, weights are NaN
 @pytest.mark.parametrize("is_masked", [True, False])
 def test_where_no_token_has_weight_the_picture_says_so(is_masked, modes):
     divisor, active = (1.0, [0, 0]) if is_masked else (float("inf"), [3, 4])  # a loss weight of 0 weighs 1 / inf
@@ -145,7 +152,7 @@ def test_where_no_token_has_weight_the_picture_says_so(is_masked, modes):
 
 
 def test_a_sample_whose_loss_weights_are_zero_leaves_the_axis_to_the_others():
-    divisors = {LossAggregation.PROMPT_MEAN: [2.0, 4.0, float("inf")]}
+    divisors = {MODES["prompt_mean"]: [2.0, 4.0, float("inf")]}
     axes = drawn(figure_samples([10, 20, 40], divisors)).axes[0]
     assert axes.get_ylim() == pytest.approx((8**-0.5 / 2, 8**-0.5 * 2))  # around 1/4 and 1/2
 
@@ -153,7 +160,7 @@ def test_a_sample_whose_loss_weights_are_zero_leaves_the_axis_to_the_others():
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
 def test_of_equal_lengths_every_mode_is_seen(divisor):
     """Modes weigh the same then: a later one's marker lies within an earlier one's."""
-    figure = drawn(figure_samples([5] * 4, {mode: [divisor] * 4 for mode in MODES}))
+    figure = drawn(figure_samples([5] * 4, {mode: [divisor] * 4 for mode in MODE_LIST}))
     sizes = [line.get_markersize() for line in figure.axes[0].lines]
     assert [line.get_xydata().tolist() for line in figure.axes[0].lines] == [[[5.0, 1.0]]] * 4
     assert all(first >= 1.3 * second for first, second in pairwise(sizes)) and sizes[-1] >= 5
@@ -161,13 +168,15 @@ def test_of_equal_lengths_every_mode_is_seen(divisor):
 
 @pytest.mark.parametrize("num_modes", [1, 2, 3, 4])
 def test_bars_stand_side_by_side_over_their_quarter(num_modes):
-    figure = drawn(_worked_example(MODES[:num_modes]))
+    figure = drawn(_worked_example(MODE_LIST[:num_modes]))
     bars = sorted(figure.axes[1].patches, key=lambda bar: bar.get_x())
     edges = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars]
     assert all(end < start for (_, end), (start, _) in pairwise(edges))
     for quarter, segment in enumerate(figure.axes[1].collections[0].get_segments()):
         own = range(quarter * num_modes, (quarter + 1) * num_modes)
-        assert [bars[place].get_hatch() for place in own] == [MODE_STYLES[mode].hatch for mode in MODES[:num_modes]]
+        assert [bars[place].get_hatch() for place in own] == [
+            mode_style(mode.name).hatch for mode in MODE_LIST[:num_modes]
+        ]
         # Symmetric about the quarter's tick, under all of the line of its tokens, and nowhere else.
         left, right = edges[own[0]][0], edges[own[-1]][1]
         assert (left + right) / 2 == pytest.approx(quarter)
@@ -179,7 +188,7 @@ def test_bars_stand_side_by_side_over_their_quarter(num_modes):
 
 
 def test_one_sample_has_its_axes_around_it():
-    figure = drawn(figure_samples([7], {mode: [7.0] for mode in MODES}, quarters=[3]))
+    figure = drawn(figure_samples([7], {mode: [7.0] for mode in MODE_LIST}, quarters=[3]))
     assert figure.axes[0].get_xlim() == pytest.approx((3.5, 14))
     assert figure.axes[0].get_ylim() == pytest.approx((0.5, 2))
     assert bars_of(figure)["constant"] == [0, 0, 0, 100]

@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from miles.backends.training_utils.loss_aggregation import LossAggregation
-from tests.fast.tools.aggregation_report.pictures import MODES, drawn, figure_samples, many_samples
+from miles.backends.training_utils.loss_aggregation import MODES
+from tests.fast.tools.aggregation_report.pictures import MODE_LIST, drawn, figure_samples, many_samples
 
 LENGTHS = {
     "one": [7],
@@ -29,15 +29,15 @@ def _matplotlib():
     pytest.importorskip("matplotlib", reason="needs the extra `plot`")
 
 
-def _samples(lengths, *, modes=MODES, loss_weights=None, **options):
+def _samples(lengths, *, modes=MODE_LIST, loss_weights=None, **options):
     """Answers of one step, each its own prompt, with L = 1024."""
     loss_weights = np.ones(len(lengths)) if loss_weights is None else loss_weights
     number, active = len(lengths), options.get("active", lengths)
     own = {
-        LossAggregation.SAMPLE_MEAN: [number * length for length in lengths],
-        LossAggregation.PROMPT_MEAN: [number * length for length in lengths],
-        LossAggregation.TOKEN_MEAN: [max(sum(active), 1)] * number,
-        LossAggregation.CONSTANT: [1024 * number] * number,
+        MODES["sample_mean"]: [number * length for length in lengths],
+        MODES["prompt_mean"]: [number * length for length in lengths],
+        MODES["token_mean"]: [max(sum(active), 1)] * number,
+        MODES["constant"]: [1024 * number] * number,
     }
     with np.errstate(divide="ignore"):
         divisors = {mode: (np.array(own[mode], dtype=np.float64) / loss_weights).tolist() for mode in modes}
@@ -91,7 +91,7 @@ def test_lengths_of_any_range(lengths):
 def test_weights_over_many_orders(lengths, orders):
     lengths = LENGTHS[lengths]
     loss_weights = 10.0 ** -np.linspace(0, orders, len(lengths))
-    modes = [mode for mode in MODES if mode is not LossAggregation.TOKEN_MEAN]  # else weights are multiples of its
+    modes = [mode for mode in MODE_LIST if mode is not MODES["token_mean"]]  # else weights are multiples of its
     samples = _samples(lengths, modes=modes, loss_weights=np.random.default_rng(0).permutation(loss_weights))
     figure = drawn(samples)
     _assert_legible(figure)
@@ -112,7 +112,7 @@ def test_divisors_of_any_size_fit_the_legend(divisor):
     _assert_legible(drawn(many_samples(256), divisor=divisor))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODE_LIST)
 def test_a_mode_alone(mode):
     samples = many_samples(256)
     samples.weights, samples.token_weights = {mode: samples.weights[mode]}, {mode: samples.token_weights[mode]}

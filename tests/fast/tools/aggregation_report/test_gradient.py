@@ -8,7 +8,7 @@ import torch
 
 from miles.backends.training_utils.data import get_batch, get_data_iterator, move_to_device
 from miles.backends.training_utils.loss import compute_advantages_and_returns, loss_function
-from miles.backends.training_utils.loss_aggregation import LossAggregation
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.backends.training_utils.step_totals import prepare_loss_terms
 from miles.rollout.debug_data import load_rollout_dump
@@ -16,7 +16,7 @@ from miles.tools.aggregation_report.dumps import read_dump
 from miles.tools.aggregation_report.weights import sample_weights
 from miles.training_loop import make_shard
 from miles.utils.arguments import parse_args
-from tests.fast.oracle import MODES
+from tests.fast import oracle
 from tests.fast.tools.aggregation_report.small_dumps import FIRST, GLOBAL_BATCH_SIZE, with_loss_weights, write_dumps
 from tests.fast.tools.aggregation_report.test_options import arguments
 
@@ -57,7 +57,7 @@ def step_gradients(path: str, mode: str) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", oracle.MODES)
 def test_the_gradient_of_a_real_step(tmp_path: Path, mode: str, is_weighted: bool) -> None:
     steps = with_loss_weights([FIRST])[0] if is_weighted else FIRST
     (path,) = write_dumps(tmp_path, [steps])
@@ -71,9 +71,9 @@ def test_the_gradient_of_a_real_step(tmp_path: Path, mode: str, is_weighted: boo
     for place, sample in enumerate(sample_of_row):
         sums[sample] += gradients[place].double().sum()
         if not is_weighted:
-            push = samples.token_weights[LossAggregation(mode)][sample] * samples.advantages[sample]
+            push = samples.token_weights[MODES[mode]][sample] * samples.advantages[sample]
             expected = torch.tensor([-push.item() if bit else 0.0 for bit in rows[place].mask])
             assert torch.allclose(gradients[place], expected, rtol=1e-5, atol=1e-8)
-    expected_sums = -samples.weights[LossAggregation(mode)] * samples.advantages
+    expected_sums = -samples.weights[MODES[mode]] * samples.advantages
     assert torch.allclose(sums, expected_sums, rtol=1e-5, atol=1e-7)
     assert expected_sums.abs().max() > 0.01

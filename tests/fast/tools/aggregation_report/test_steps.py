@@ -43,7 +43,7 @@ def test_steps_and_refusals_are_those_of_training(tmp_path, sizes, batch_size, g
     path = save_rollout_dump(f"{tmp_path}/a.pt", 0, samples)
     dump = read_dump(arguments(str(path), *options), path, skip_bad=False)
     expected = steps_of_training(samples, mode, "--rollout-batch-size=4", *options)
-    is_refused = any(refused.value == mode for refused in dump.refusals)
+    is_refused = any(refused.name == mode for refused in dump.refusals)
     if isinstance(expected, str):
         assert mode == "prompt_mean" and is_refused
     else:

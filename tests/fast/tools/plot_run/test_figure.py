@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from miles.tools.figure_style import MODE_STYLES, save_figure
+from miles.backends.training_utils.loss_aggregation import MODES
+from miles.tools.figure_style import mode_style, save_figure
 from miles.tools.plot_run.figure import draw_runs, group_series, running_mean
 from miles.tools.plot_run.runs import group_runs, read_runs
-from miles.utils.argument_groups.aggregation import LOSS_AGGREGATIONS
 from tests.fast.tools.plot_run.folders import step, write_run
 
 
@@ -104,7 +104,7 @@ def test_no_line_leads_over_a_step_without_a_value(tmp_path, hole):
 def test_a_point_that_no_line_reaches_has_a_marker(tmp_path):
     records = [step(0, 0.1), step(1, None), step(2, 0.2), step(3, 0.3), step(4, None), step(5, 0.4)]
     [line] = draw_runs(_groups(tmp_path, a=(records, {}))).axes[0].lines
-    assert _marked(line) == [[0, 0.1], [5, 0.4]] and line.get_marker() == MODE_STYLES["sample_mean"].marker
+    assert _marked(line) == [[0, 0.1], [5, 0.4]] and line.get_marker() == mode_style("sample_mean").marker
 
 
 def test_a_run_of_one_step_is_seen_alone_and_among_others(tmp_path):
@@ -131,9 +131,9 @@ def test_a_long_gap_takes_one_point(tmp_path):
 
 
 def test_modes_have_their_colours_where_they_differ(tmp_path):
-    runs = {mode: ([step(0, 0.5)], {"loss_aggregation": mode}) for mode in reversed(LOSS_AGGREGATIONS)}
+    runs = {mode: ([step(0, 0.5)], {"loss_aggregation": mode}) for mode in reversed(MODES)}
     colours = [line.get_color() for line in draw_runs(_groups(tmp_path, **runs)).axes[0].lines]
-    assert colours == [MODE_STYLES[mode].colour for mode in reversed(LOSS_AGGREGATIONS)]
+    assert colours == [mode_style(mode).colour for mode in reversed(MODES)]
 
 
 @pytest.mark.parametrize("name", ["a$_$b", "$x^2$", "_hidden", "50% of $USER", " ", r"back\slash_{"])

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from miles.backends.training_utils.loss_aggregation import MODES
 from miles.tools.plot_run.runs import differing_arguments, group_runs, parse_metrics, read_run, read_runs
-from miles.utils.argument_groups.aggregation import LOSS_AGGREGATIONS
 from miles.utils.arguments import parse_args
 from miles.utils.errors import UserError
 from miles.utils.run_files import write_arguments
@@ -134,7 +134,7 @@ def test_a_run_without_arguments_is_named_after_its_folder_and_stands_alone(tmp_
 
 def test_the_four_modes_and_their_seeds(tmp_path):
     directories = []
-    for mode in LOSS_AGGREGATIONS:
+    for mode in MODES:
         for seed in (1, 2, 3):
             law = {"loss_aggregation": mode, "calculate_per_token_loss": mode == "token_mean"}
             law["loss_aggregation_divisor"] = 16.0 if mode == "constant" else None
@@ -144,7 +144,7 @@ def test_the_four_modes_and_their_seeds(tmp_path):
             )
     groups = group_runs(read_runs(directories))
     assert [group.label for group in groups] == ["sample_mean", "prompt_mean", "token_mean", "constant, L = 16"]
-    assert [group.mode for group in groups] == list(LOSS_AGGREGATIONS)
+    assert [group.mode for group in groups] == list(MODES)
     assert [[run.directory.name[-1] for run in group.runs] for group in groups] == [["1", "2", "3"]] * 4
 
 

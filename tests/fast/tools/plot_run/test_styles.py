@@ -2,10 +2,10 @@
 
 import pytest
 
-from miles.tools.figure_style import MODE_STYLES, OTHER_STYLES
+from miles.backends.training_utils.loss_aggregation import MODES
+from miles.tools.figure_style import STYLES, mode_style
 from miles.tools.plot_run.runs import RunGroup
 from miles.tools.plot_run.styles import DASHES, MAX_GROUPS, group_styles
-from miles.utils.argument_groups.aggregation import LOSS_AGGREGATIONS
 from miles.utils.errors import UserError
 
 
@@ -18,16 +18,14 @@ def _lines(groups):
 
 
 def test_a_mode_with_one_group_looks_as_everywhere():
-    groups = [_group(mode) for mode in reversed(LOSS_AGGREGATIONS)]
-    assert group_styles(groups) == [MODE_STYLES[mode] for mode in reversed(LOSS_AGGREGATIONS)]
-    assert group_styles(groups[:1]) == [MODE_STYLES["constant"]]
+    groups = [_group(mode) for mode in reversed(MODES)]
+    assert group_styles(groups) == [mode_style(mode) for mode in reversed(MODES)]
+    assert group_styles(groups[:1]) == [mode_style("constant")]
 
 
 def test_colours_stand_for_modes_and_dashes_for_settings():
-    groups = [_group(mode, count) for mode in LOSS_AGGREGATIONS for count in ("30", "40")]
-    assert _lines(groups) == [
-        (MODE_STYLES[mode].colour, dashes) for mode in LOSS_AGGREGATIONS for dashes in DASHES[:2]
-    ]
+    groups = [_group(mode, count) for mode in MODES for count in ("30", "40")]
+    assert _lines(groups) == [(mode_style(mode).colour, dashes) for mode in MODES for dashes in DASHES[:2]]
     # The setting alone decides, wherever it comes and whichever a mode lacks.
     groups = [_group("token_mean", "40"), _group("sample_mean", "30"), _group("sample_mean", "40")]
     assert [dashes for _, dashes in _lines(groups)] == [DASHES[0], DASHES[1], DASHES[0]]
@@ -36,7 +34,7 @@ def test_colours_stand_for_modes_and_dashes_for_settings():
 def test_runs_of_unknown_mode_have_no_mode_s_colour():
     groups = [_group("token_mean", str(lr)) for lr in range(5)] + [_group(None, "run")]
     lines = _lines(groups)
-    assert len(set(lines)) == 6 and lines[5][0] not in {style.colour for style in MODE_STYLES.values()}
+    assert len(set(lines)) == 6 and lines[5][0] not in {style.colour for style in map(mode_style, MODES)}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,7 @@ def test_runs_of_unknown_mode_have_no_mode_s_colour():
         [_group("token_mean", str(lr)) for lr in range(9)],
         [_group("token_mean", str(lr)) for lr in range(MAX_GROUPS)],
         [_group("token_mean", str(lr)) for lr in range(8)] + [_group("sample_mean", "0")],
-        [_group(mode, str(lr)) for mode in LOSS_AGGREGATIONS for lr in range(12)],
+        [_group(mode, str(lr)) for mode in MODES for lr in range(12)],
         [_group("token_mean", "0"), _group("of_a_later_release", "0"), _group("another", "0")],
     ],
 )
@@ -55,7 +53,7 @@ def test_no_two_groups_have_one_line(groups):
 
 
 def test_groups_of_one_mode_have_one_style_after_another(caplog):
-    assert group_styles([_group("constant", str(lr)) for lr in range(7)]) == list(OTHER_STYLES)
+    assert group_styles([_group("constant", str(lr)) for lr in range(7)]) == list(STYLES)
     assert not caplog.records
 
 
