@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from miles.backends.training_utils.loss_hub.corrections import may_reject
-from miles.backends.training_utils.loss_hub.reducer_context import wants_context
 from miles.testing.averages import Masks, main_weighing, rollout_keys, row_weights
 from miles.testing.step import Row, Step
+from miles.utils.misc import wants_context
 
 
 def step_facts(

@@ -19,12 +19,12 @@ from miles.backends.training_utils.data import DataIterator
 from miles.backends.training_utils.loss_aggregation import LossAggregation, StepCounts, concat, mask_sums
 from miles.backends.training_utils.loss_hub.corrections import may_reject, run_correction
 from miles.backends.training_utils.loss_hub.math_utils import sum_by
-from miles.backends.training_utils.loss_hub.reducer_context import wants_context
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.loss_hub.step_masks import gather_masks, refuse_other_losses, refuse_other_masks
 from miles.backends.training_utils.loss_term import counted_masks, counted_sums
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.distributed_utils import on_every_rank
+from miles.utils.misc import wants_context
 from miles.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
-from miles.backends.training_utils.loss_hub.reducer_context import wants_context
 from miles.ray.rollout.row_ids import rows_by_id
 from miles.ray.rollout.shared_columns import add_ordinals, with_shared_columns
 from miles.ray.rollout.step_columns import add_step_columns
 from miles.ray.rollout.step_cut import fixed_steps, ragged_steps
 from miles.utils.errors import UserError
+from miles.utils.misc import wants_context
 from miles.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 __all__ = ["add_ordinals", "process_rollout_data_shard", "split_train_data_by_dp", "split_train_data_by_dp_raw"]

@@ -12,12 +12,11 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
-import torch
 
 from miles.utils.errors import UserError
 from miles.utils.number_lists import plain_numbers
 
-LARGEST = torch.finfo(torch.float32).max
+LARGEST = float(np.finfo(np.float32).max)
 """The largest number that training can hold, about 3.4e38."""
 
 WEIGHT_RANGE = (1e-20, 1e20)
@@ -197,7 +196,7 @@ def checked_values(name: str, field: str, values: Any, kinds: str, allowed: str)
 
 
 def _as_array(values: Any) -> np.ndarray | None:
-    if isinstance(values, torch.Tensor):
+    if hasattr(values, "detach"):  # a tensor
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
     if not isinstance(values, (list, tuple, np.ndarray)):

@@ -16,9 +16,9 @@ from miles.backends.training_utils.loss_aggregation import (
     StepCounts,
     prompt_denominators,
 )
-from miles.backends.training_utils.loss_hub.reducer_context import ReducerContext, declares_context, wants_context
+from miles.backends.training_utils.loss_hub.reducer_context import ReducerContext
 from miles.utils.errors import UserError
-from miles.utils.misc import load_function
+from miles.utils.misc import declares_context, load_function, wants_context
 from miles.utils.types import RolloutBatch
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,7 +16,6 @@ from miles.backends.training_utils.loss_aggregation import (
 )
 from miles.backends.training_utils.loss_hub.responses import slice_rows
 from miles.backends.training_utils.loss_term import LossTerm
-from miles.utils.misc import load_function
 from miles.utils.types import RolloutBatch
 
 
@@ -91,17 +88,3 @@ def _denominators(args: Namespace, term: LossTerm) -> dict[str, torch.Tensor | N
         LossAggregation.TOKEN_MEAN.value: torch.ones_like(sample),
         LossAggregation.CONSTANT.value: None if divisor is None else torch.full_like(sample, divisor),
     }
-
-
-def wants_context(args: Namespace) -> bool:
-    """Whether the run's custom reducer factory declares the keyword `context`."""
-    path = getattr(args, "custom_pg_loss_reducer_function_path", None)
-    return path is not None and declares_context(load_function(path))
-
-
-def declares_context(factory: Callable[..., Any]) -> bool:
-    """Whether a factory has a parameter of the name `context`."""
-    try:
-        return "context" in inspect.signature(factory).parameters
-    except ValueError:  # a built-in that does not tell its signature
-        return False
