@@ -15,7 +15,7 @@ from miles.ray.rollout.row_checks import (
     finite_number,
     short,
 )
-from miles.ray.rollout.shared_columns import ID_COLUMN_OF, check_one_group_each
+from miles.ray.rollout.row_groups import ID_COLUMN_OF, check_one_group_each
 from miles.utils.errors import UserError
 
 NEEDED_COLUMNS = ("response_lengths", "loss_masks", "rewards")

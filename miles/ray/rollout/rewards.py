@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from miles.ray.rollout.row_checks import finite_number
-from miles.ray.rollout.row_ids import name_of, ordinals, rollout_ids_of, rows_by_id
+from miles.ray.rollout.row_groups import name_of, ordinals, rollout_ids_of, rows_by_id
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 

@@ -32,8 +32,7 @@ from miles.ray.rollout.row_checks import (
     finite_number,
     short,
 )
-from miles.ray.rollout.row_ids import name_of, rollout_ids_of
-from miles.ray.rollout.shared_columns import check_one_group_each, shared_columns
+from miles.ray.rollout.row_groups import check_one_group_each, name_of, rollout_ids_of, shared_columns
 from miles.utils.errors import UserError
 from miles.utils.misc import wants_context
 from miles.utils.types import Sample
