@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from miles.backends.training_utils.loss_hub.corrections import may_reject
-from miles.backends.training_utils.loss_hub.reducer_context import wants_step_samples
+from miles.backends.training_utils.step_totals import wants_step_samples
 from miles.testing.averages import Masks, main_weighing, rollout_keys, row_weights
 from miles.testing.step import Row, Step
 

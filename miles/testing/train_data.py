@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import MODES
-from miles.ray.rollout.dp_split import add_ordinals
-from miles.ray.rollout.step_columns import add_step_columns
+from miles.ray.rollout.row_groups import add_ordinals
+from miles.ray.rollout.steps import add_step_columns
 from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
 from miles.testing.averages import rollout_keys
 from miles.testing.step import VOCAB_SIZE, CustomLoss, Cut, Step

@@ -6,6 +6,7 @@ from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import MODES
 from miles.utils.errors import UserError
+from miles.utils.misc import wants_context
 
 logger = logging.getLogger(__name__)
 
@@ -15,9 +16,6 @@ def _has_correction(args: Any) -> bool:
 
 
 def _reducer_wants_context(args: Any) -> bool:
-    # Here, not at the top, since it imports torch, which `--help` has to do without.
-    from miles.backends.training_utils.loss_hub.reducer_context import wants_context
-
     try:
         return wants_context(args)
     except UserError:  # a path that names no function, which validation is about to say

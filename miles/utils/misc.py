@@ -2,8 +2,10 @@
 
 import contextlib
 import importlib
+import inspect
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,20 @@ def load_function(path: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{path!r} is a {type(function).__name__}, not a callable")
     return function
+
+
+def wants_context(args: Namespace) -> bool:
+    """Whether the run's custom reducer factory declares the keyword `context`."""
+    path = getattr(args, "custom_pg_loss_reducer_function_path", None)
+    return path is not None and declares_context(load_function(path))
+
+
+def declares_context(factory: Callable[..., Any]) -> bool:
+    """Whether a factory has a parameter of the name `context`."""
+    try:
+        return "context" in inspect.signature(factory).parameters
+    except ValueError:  # a built-in that does not tell its signature
+        return False
 
 
 def write_whole(path: Path, content: bytes) -> None:

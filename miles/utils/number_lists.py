@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 LAYOUTS = {
     int: (b"i", np.dtype([("tag", "S1"), ("value", "<i4")])),
@@ -62,6 +64,8 @@ def flat_tensor(rows: Sequence[Iterable[Any]], dtype: torch.dtype) -> torch.Tens
         rows: Lists, arrays or tensors of numbers.
         dtype: Of the result.
     """
+    import torch  # here, since those who read lists alone do without it
+
     kind = float if dtype.is_floating_point else int
     arrays = [_numbers(row, kind, dtype) for row in rows]
     joined = np.concatenate(arrays, dtype=np.float64 if kind is float else np.int64) if arrays else np.empty(0)
@@ -69,5 +73,7 @@ def flat_tensor(rows: Sequence[Iterable[Any]], dtype: torch.dtype) -> torch.Tens
 
 
 def _numbers(row: Iterable[Any], kind: type, dtype: torch.dtype) -> np.ndarray:
+    import torch
+
     plain = plain_numbers(row, kind)
     return torch.tensor(list(row), dtype=dtype).numpy() if plain is None else plain

@@ -19,12 +19,12 @@ from miles.backends.training_utils.data import DataIterator
 from miles.backends.training_utils.loss_aggregation import LossAggregation, StepCounts, concat, mask_sums
 from miles.backends.training_utils.loss_hub.corrections import may_reject, run_correction
 from miles.backends.training_utils.loss_hub.math_utils import sum_by
-from miles.backends.training_utils.loss_hub.reducer_context import wants_step_samples
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.loss_hub.step_masks import gather_masks, refuse_other_losses, refuse_other_masks
 from miles.backends.training_utils.loss_term import counted_masks, counted_sums
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.distributed_utils import on_every_rank
+from miles.utils.misc import wants_context
 from miles.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,11 @@ def prepare_loss_terms(
     facts = _add_totals(rollout_data, mask_sums(counted), mask_sums(kept), counts)
     for iterator in iterators:
         iterator.step_facts = [fact for fact, total in zip(facts, num_microbatches, strict=True) for _ in range(total)]
+
+
+def wants_step_samples(args: Namespace) -> bool:
+    """Whether the run's reducer reads the totals of all samples of the step: a custom one's context, or a mode's."""
+    return wants_context(args) or LossAggregation.of(args).needs_step_samples
 
 
 def is_left_empty(args: Namespace, tokens: Mapping[str, int | float]) -> bool:

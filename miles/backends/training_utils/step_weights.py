@@ -22,7 +22,7 @@ from miles.backends.training_utils.loss_hub.responses import slice_rows
 from miles.backends.training_utils.loss_term import LossTerm
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.backends.training_utils.step_totals import first_rows, is_left_empty
-from miles.ray.rollout.step_columns import LONGEST_QUARTER
+from miles.ray.rollout.steps import LONGEST_QUARTER
 from miles.utils.types import RolloutBatch
 
 __all__ = ["describe_steps", "effective_number", "main_reducer", "row_weights", "token_weights"]

@@ -14,8 +14,9 @@ from miles.ray.rollout.row_checks import (
     checked_values,
     finite_number,
     short,
+    unfit,
 )
-from miles.ray.rollout.shared_columns import ID_COLUMN_OF, check_one_group_each
+from miles.ray.rollout.row_groups import ID_COLUMN_OF, check_one_group_each
 from miles.utils.errors import UserError
 
 NEEDED_COLUMNS = ("response_lengths", "loss_masks", "rewards")
@@ -39,7 +40,7 @@ TRAINING_COLUMNS = (
 )
 """Names that training gives to columns and facts of its own."""
 
-CUSTOM_CONVERSION = "--custom-convert-samples-to-train-data-path"
+CONVERSION = "the function of --custom-convert-samples-to-train-data-path"
 
 
 def validate_train_data(args: Namespace, data: dict[str, Any], *, dp_size: int) -> None:
@@ -129,34 +130,28 @@ def check_columns(data: Any) -> None:
             trained on; a rollout that spans several prompt groups, or counts of rollouts without their ids.
     """
     if not isinstance(data, dict):
-        raise UserError(
-            f"train data must be a dict of columns, got {type(data).__name__}; "
-            f"mend what the function of {CUSTOM_CONVERSION} returns"
-        )
-    if not isinstance(data.get("tokens"), (list, tuple)) or not data["tokens"]:
+        raise _malformed("must be a dict of columns", type(data).__name__)
+    tokens = data.get("tokens")
+    if not isinstance(tokens, (list, tuple)) or not tokens:
         got = (
-            f"{short(data['tokens'])} ({type(data['tokens']).__name__})"
+            f"{short(tokens)} ({type(tokens).__name__})"
             if "tokens" in data
             else f"the columns {sorted(map(str, data))}"
         )
-        raise UserError(
-            f"train data needs 'tokens', a list of at least one row of token ids, got {got}; "
-            f"mend what the function of {CUSTOM_CONVERSION} returns"
-        )
+        raise _malformed("needs 'tokens', a list of at least one row of token ids", got)
     taken = [key for key in TRAINING_COLUMNS if key in data]
     if taken:
         raise UserError(
-            f"train data has columns {', '.join(taken)}, names that training uses itself; rename them in the function "
-            f"of {CUSTOM_CONVERSION}"
+            f"train data has columns {', '.join(taken)}, names that training uses itself; rename them in {CONVERSION}"
         )
-    num_rows = len(data["tokens"])
+    num_rows = len(tokens)
     for key in (*NEEDED_COLUMNS, *(key for key in COUNT_COLUMNS + ID_COLUMNS + OTHER_COLUMNS if key in data)):
         _check_column(key, data.get(key, ()), num_rows)
     _check_rows(data)
     if "rollout_ids" not in data and any(count != 1 for count in data.get("rollout_counts", ())):
         raise UserError(
             "train data has rollout_counts other than 1 and no rollout_ids, so nothing says which rows are one "
-            f"rollout; return rollout_ids from the function of {CUSTOM_CONVERSION} (the counts follow from them)"
+            f"rollout; return rollout_ids from {CONVERSION} (the counts follow from them)"
         )
     if all(key in data for key in ID_COLUMN_OF.values()):
         check_one_group_each(*(data[key] for key in ID_COLUMN_OF.values()))
@@ -180,23 +175,25 @@ def _check_rows(data: dict[str, Any]) -> None:
 
 def _check_column(key: str, column: Any, num_rows: int) -> None:
     if not isinstance(column, (list, tuple)):
-        raise UserError(
-            f"train data needs {key} as a list with an entry for each of {num_rows} rows, got "
-            f"{type(column).__name__}; mend what the function of {CUSTOM_CONVERSION} returns"
-        )
+        raise _malformed(f"needs {key} as a list with an entry for each of {num_rows} rows", type(column).__name__)
     if len(column) != num_rows:
         raise UserError(f"train data needs {key} for each of {num_rows} rows, got {len(column)}")
     if key in COUNT_COLUMNS:
         checked_values("train data", key, column, "iub", "whole numbers")
-    for row, value in enumerate(column if key in ID_COLUMNS else ()):
-        if value is None:
-            raise UserError(
-                f"sample {row} has {key} None; rows with equal ids belong together, so give each row an id, or leave "
-                "the column out where every row stands alone"
-            )
-        try:
-            hash(value)
-        except TypeError as error:
-            raise UserError(
-                f"sample {row} has {key} {short(value)}; an identity must be hashable, such as an integer"
-            ) from error
+    if key in ID_COLUMNS:
+        for row, value in enumerate(column):
+            _check_identity(f"sample {row} has {key}", value)
+
+
+def _check_identity(what: str, value: Any) -> None:
+    if value is None:
+        advice = "rows with equal ids belong together, so give each row an id, or leave the column out where every row"
+        raise unfit(what, value, f"{advice} stands alone")
+    try:
+        hash(value)
+    except TypeError as error:
+        raise unfit(what, value, "an identity must be hashable, such as an integer") from error
+
+
+def _malformed(needs: str, got: str) -> UserError:
+    return UserError(f"train data {needs}, got {got}; fix what {CONVERSION} returns")

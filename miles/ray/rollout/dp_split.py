@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
-from miles.backends.training_utils.loss_hub.reducer_context import wants_context
-from miles.ray.rollout.row_ids import rows_by_id
-from miles.ray.rollout.shared_columns import add_ordinals, with_shared_columns
-from miles.ray.rollout.step_columns import add_step_columns
-from miles.ray.rollout.step_cut import fixed_steps, ragged_steps
+from miles.ray.rollout.row_groups import add_ordinals, first_conflict, rows_by_id, with_shared_columns
+from miles.ray.rollout.steps import add_step_columns, fixed_steps, ragged_steps
 from miles.utils.errors import UserError
+from miles.utils.misc import wants_context
 from miles.utils.seqlen_balancing import get_seqlen_balanced_partitions
-
-__all__ = ["add_ordinals", "process_rollout_data_shard", "split_train_data_by_dp", "split_train_data_by_dp_raw"]
 
 WHOLE_COLUMNS = ("total_lengths", "raw_reward")
 """Columns that a shard carries for the whole rollout until `process_rollout_data_shard`, as in the host."""
@@ -32,13 +28,13 @@ def split_train_data_by_dp(args: Namespace, data: dict[str, Any], dp_size: int) 
 
 
 def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size: int) -> list[dict[str, Any]]:
-    """Cut train data into one shard for each data-parallel rank, step by step.
+    """Split train data into one shard for each data-parallel rank, step by step.
 
     With complete groups, an optimizer step is the next `args.global_batch_size` rollouts of the stream, and inside a
     step, units are dealt to ranks in turn or, with `args.balance_data`, so that token totals are close; a unit is a
-    prompt group under `prompt_mean` (kept whole) and a rollout otherwise. With ragged ones, `ragged_steps` cuts
+    prompt group under `prompt_mean` (kept whole) and a rollout otherwise. With ragged ones, `ragged_steps` splits
     between prompt groups (rollouts where the data names none) into steps of about that size, and rollouts are dealt,
-    so that a group may spread over ranks and a rank may get nothing. The rows of a rollout stay on one rank.
+    so that a group may lie on several ranks and a rank may get nothing. The rows of a rollout stay on one rank.
 
     Args:
         args: Reads `global_batch_size`, `balance_data`, the aggregation mode, `prompt_groups`,
@@ -54,7 +50,7 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
 
     Raises:
         UserError: columns of rollouts or groups that are missing, short or inconsistent; with complete groups, one
-            that lies in two steps, or groups that do not spread evenly over the ranks; a `token_mean` step of which
+            that lies in two steps, or groups that do not divide evenly over the ranks; a `token_mean` step of which
             no token is counted.
     """
     data["total_lengths"] = [len(tokens) for tokens in data["tokens"]]
@@ -117,12 +113,7 @@ def _check_complete_steps(groups: Sequence[Hashable], steps: Sequence[Sequence[i
 
 def _straddling(groups: Sequence[Hashable], steps: Sequence[Sequence[int]]) -> tuple[Hashable, int, int] | None:
     """Return the first group that lies in two steps, and these; None where every group lies in one."""
-    step_of: dict[Hashable, int] = {}
-    for step, rows in enumerate(steps):
-        for row in rows:
-            if step_of.setdefault(groups[row], step) != step:
-                return groups[row], step_of[groups[row]], step
-    return None
+    return first_conflict((groups[row], step) for step, rows in enumerate(steps) for row in rows)
 
 
 def _check_counted_tokens(args: Namespace, columns: dict[str, Any], steps: Sequence[Sequence[int]]) -> None:
@@ -195,7 +186,7 @@ def _package_shard(data: dict[str, Any], partition: list[int], step_row_counts: 
 
 
 def process_rollout_data_shard(args: Namespace, shard: dict[str, Any]) -> dict[str, Any]:
-    """Finish a shard on the train side: drop "partition" and cut the `WHOLE_COLUMNS` to the shard's rows."""
+    """Finish a shard on the train side: drop "partition" and reduce the `WHOLE_COLUMNS` to the shard's rows."""
     partition = shard.pop("partition")
     for key in WHOLE_COLUMNS:
         if key in shard:

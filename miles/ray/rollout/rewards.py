@@ -6,10 +6,10 @@ from argparse import Namespace
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
-import torch
+import numpy as np
 
 from miles.ray.rollout.row_checks import finite_number
-from miles.ray.rollout.row_ids import name_of, ordinals, rollout_ids_of, rows_by_id
+from miles.ray.rollout.row_groups import name_of, ordinals, rollout_ids_of, rows_by_id
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
 
@@ -85,11 +85,11 @@ def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards:
     use_std = args.advantage_estimator in ("grpo", "gspo") and args.grpo_std_normalization
     normalized = [0.0] * len(samples)
     for members in groups.values():
-        rewards = torch.tensor([raw_rewards[rows[0]] for rows in members.values()], dtype=torch.float64)
+        rewards = np.array([raw_rewards[rows[0]] for rows in members.values()], dtype=np.float64)
         # The mean of equal rewards may be off by rounding; the standard deviation would make a signal of that.
         centred = (rewards - rewards.mean()) * (rewards != rewards[0]).any()
         if use_std and len(rewards) > 1:
-            centred = centred / (rewards.std() + 1e-6)
+            centred = centred / (rewards.std(ddof=1) + 1e-6)
         for rows, value in zip(members.values(), centred.tolist(), strict=True):
             for row in rows:
                 name = f"{name_of(samples[row], row)} got from the normalization of its group the reward"

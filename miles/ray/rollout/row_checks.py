@@ -7,17 +7,16 @@ is comes back as it is, and not as a copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from numbers import Integral
 from typing import Any
 
 import numpy as np
-import torch
 
 from miles.utils.errors import UserError
 from miles.utils.number_lists import plain_numbers
 
-LARGEST = torch.finfo(torch.float32).max
+LARGEST = float(np.finfo(np.float32).max)
 """The largest number that training can hold, about 3.4e38."""
 
 WEIGHT_RANGE = (1e-20, 1e20)
@@ -31,7 +30,7 @@ def check_id(name: str, field: str, value: Any) -> None:
         UserError: it is something else.
     """
     if value is not None and not _is_integer(value):
-        raise UserError(f"{name} has {field} {short(value)} ({type(value).__name__}); it must be an integer or None")
+        raise unfit(f"{name} has {field}", value, "it must be an integer or None", with_type=True)
 
 
 def check_tokens(name: str, tokens: Any, response_length: Any) -> None:
@@ -46,10 +45,8 @@ def check_tokens(name: str, tokens: Any, response_length: Any) -> None:
         UserError: naming the row.
     """
     if not _is_integer(response_length):
-        raise UserError(
-            f"{name} has response_length {short(response_length)} ({type(response_length).__name__}); it must be an "
-            "integer, the number of response tokens"
-        )
+        advice = "it must be an integer, the number of response tokens"
+        raise unfit(f"{name} has response_length", response_length, advice, with_type=True)
     if plain_numbers(tokens, int) is None:
         checked_values(name, "tokens", tokens, "iu", "integers")
     if not 0 <= response_length <= len(tokens):
@@ -70,19 +67,12 @@ def checked_loss_mask(name: str, mask: Any, response_length: int) -> list[int]:
     Raises:
         UserError: naming the row.
     """
+    allowed = "0 (masked) and 1 (active)"
     plain = plain_numbers(mask, int)
-    values = checked_values(name, "loss_mask", mask, "iubf", "0 (masked) and 1 (active)") if plain is None else plain
-    if len(values) != response_length:
-        raise UserError(
-            f"{name} has a loss_mask of length {len(values)} for a response_length of {response_length}; "
-            "a mask needs exactly one entry for each response token"
-        )
-    wrong = (values != 0) & (values != 1)
-    if wrong.any():
-        index = int(wrong.argmax())
-        raise UserError(
-            f"{name} has loss_mask[{index}] = {values[index].item()!r}; a mask holds 0 (masked) and 1 (active)"
-        )
+    values = checked_values(name, "loss_mask", mask, "iubf", allowed) if plain is None else plain
+    advice = "a mask needs exactly one entry for each response token"
+    _check_length(name, f"a loss_mask of length {len(values)}", values, response_length, advice)
+    _check_each(name, "loss_mask", values, (values == 0) | (values == 1), f"; a mask holds {allowed}")
     return values.astype(np.int64).tolist() if plain is None else mask
 
 
@@ -102,22 +92,13 @@ def checked_log_probs(name: str, log_probs: Any, mask: Sequence[int]) -> list[fl
     advice = "give one for each response token on every sample of the rollout, or on none"
     if log_probs is None:
         raise UserError(f"{name} has no rollout_log_probs, unlike another sample; {advice}")
-    plain = plain_numbers(log_probs, float)
-    values = plain
-    if plain is None:
-        values = checked_values(name, "rollout_log_probs", log_probs, "iuf", "numbers").astype(np.float64)
-    if len(values) != len(mask):
-        raise UserError(f"{name} has {len(values)} rollout_log_probs for a response_length of {len(mask)}; {advice}")
-    wrong = ~(np.abs(values) <= LARGEST)
-    if wrong.any():
-        wrong &= np.asarray(mask, dtype=bool)
-    if wrong.any():
-        index = int(wrong.argmax())
-        raise UserError(
-            f"{name} has rollout_log_probs[{index}] = {values[index].item()} at an active token; "
-            "log-probs must be finite (in float32) wherever the mask is 1"
-        )
-    return values.tolist() if plain is None else log_probs
+    values, as_list = _floats(name, "rollout_log_probs", log_probs, len(mask), advice)
+    right = np.abs(values) <= LARGEST
+    if not right.all():
+        right |= ~np.asarray(mask, dtype=bool)
+    advice = " at an active token; log-probs must be finite (in float32) wherever the mask is 1"
+    _check_each(name, "rollout_log_probs", values, right, advice)
+    return as_list
 
 
 def checked_loss_weights(name: str, weights: Any, response_length: int) -> list[float]:
@@ -131,24 +112,13 @@ def checked_loss_weights(name: str, weights: Any, response_length: int) -> list[
     Raises:
         UserError: naming the row.
     """
-    plain = plain_numbers(weights, float)
-    values = plain
-    if plain is None:
-        values = checked_values(name, "loss_weights", weights, "iuf", "numbers").astype(np.float64)
-    if len(values) != response_length:
-        raise UserError(
-            f"{name} has {len(values)} loss_weights for a response_length of {response_length}; "
-            "give one for each response token, masked ones included, or None for weights of 1"
-        )
+    advice = "give one for each response token, masked ones included, or None for weights of 1"
+    values, as_list = _floats(name, "loss_weights", weights, response_length, advice)
     low, high = WEIGHT_RANGE
-    wrong = ~((values == 0) | ((values >= low) & (values <= high)))
-    if wrong.any():
-        index = int(wrong.argmax())
-        raise UserError(
-            f"{name} has loss_weights[{index}] = {values[index].item()}; a weight must be 0, or a number from {low:g} "
-            f"to {high:g}, at masked tokens too"
-        )
-    return values.tolist() if plain is None else weights
+    right = (values == 0) | ((values >= low) & (values <= high))
+    advice = f"; a weight must be 0, or a number from {low:g} to {high:g}, at masked tokens too"
+    _check_each(name, "loss_weights", values, right, advice)
+    return as_list
 
 
 def finite_number(value: Any, what: str, *, hint: str = "") -> float:
@@ -167,7 +137,7 @@ def finite_number(value: Any, what: str, *, hint: str = "") -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several values
         number = math.nan
     if not abs(number) <= LARGEST:
-        raise UserError(f"{what} {short(value)}; it must be a finite number, at most {LARGEST:.1e} in magnitude{hint}")
+        raise unfit(what, value, f"it must be a finite number, at most {LARGEST:.1e} in magnitude{hint}")
     return number
 
 
@@ -186,9 +156,7 @@ def checked_values(name: str, field: str, values: Any, kinds: str, allowed: str)
     """
     array = _as_array(values)
     if array is None:
-        raise UserError(
-            f"{name} has {field} {short(values)} ({type(values).__name__}); it must be a flat list of {allowed}"
-        )
+        raise unfit(f"{name} has {field}", values, f"it must be a flat list of {allowed}", with_type=True)
     if len(array) and array.dtype.kind not in kinds:
         place = next((place for place, value in enumerate(values) if not _is_of_kind(value, kinds)), None)
         what = f"{field} of type {array.dtype}" if place is None else f"{field}[{place}] = {short(values[place])}"
@@ -196,8 +164,45 @@ def checked_values(name: str, field: str, values: Any, kinds: str, allowed: str)
     return array
 
 
+def unfit(what: str, value: Any, advice: str, *, with_type: bool = False) -> UserError:
+    """Return the error that says what a value is and what it must be.
+
+    Args:
+        what: How the message begins, before the value.
+        value: The value.
+        advice: What follows it.
+        with_type: Whether to name the value's type.
+    """
+    return UserError(f"{what} {short(value)}{f' ({type(value).__name__})' if with_type else ''}; {advice}")
+
+
+def short(value: Any) -> str:
+    """Return a value as messages show it: on one line, shortened where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _floats(name: str, field: str, given: Any, size: int, advice: str) -> tuple[np.ndarray, list[float]]:
+    """Return a row's floats, checked in type and number, as an array and as a list, the given one where it will do."""
+    plain = plain_numbers(given, float)
+    values = checked_values(name, field, given, "iuf", "numbers").astype(np.float64) if plain is None else plain
+    _check_length(name, f"{len(values)} {field}", values, size, advice)
+    return values, values.tolist() if plain is None else given
+
+
+def _check_length(name: str, what: str, values: Sized, size: int, advice: str) -> None:
+    if len(values) != size:
+        raise UserError(f"{name} has {what} for a response_length of {size}; {advice}")
+
+
+def _check_each(name: str, field: str, values: np.ndarray, right: np.ndarray, advice: str) -> None:
+    if not right.all():
+        index = int(right.argmin())
+        raise UserError(f"{name} has {field}[{index}] = {values[index].item()!r}{advice}")
+
+
 def _as_array(values: Any) -> np.ndarray | None:
-    if isinstance(values, torch.Tensor):
+    if hasattr(values, "detach"):  # a tensor
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
     if not isinstance(values, (list, tuple, np.ndarray)):
@@ -215,12 +220,6 @@ def _is_of_kind(value: Any, kinds: str) -> bool:
     except (TypeError, ValueError, RuntimeError):
         return False
     return array.ndim == 0 and array.dtype.kind in kinds
-
-
-def short(value: Any) -> str:
-    """Return a value as messages show it: on one line, cut off where it is long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _is_integer(value: Any) -> bool:

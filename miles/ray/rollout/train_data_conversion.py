@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
-from miles.backends.training_utils.loss_hub.reducer_context import wants_context
 from miles.ray.rollout.column_checks import validate_train_data
 from miles.ray.rollout.dp_split import (
     process_rollout_data_shard,
@@ -33,9 +32,9 @@ from miles.ray.rollout.row_checks import (
     finite_number,
     short,
 )
-from miles.ray.rollout.row_ids import name_of, rollout_ids_of
-from miles.ray.rollout.shared_columns import check_one_group_each, shared_columns
+from miles.ray.rollout.row_groups import check_one_group_each, name_of, rollout_ids_of, shared_columns
 from miles.utils.errors import UserError
+from miles.utils.misc import wants_context
 from miles.utils.types import Sample
 
 __all__ = [

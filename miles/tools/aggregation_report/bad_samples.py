@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.ray.rollout.rewards import RewardPostProcess
-from miles.ray.rollout.row_ids import name_of, rollout_ids_of, rows_by_id
+from miles.ray.rollout.row_groups import name_of, rollout_ids_of, rows_by_id
 from miles.tools.aggregation_report.conversion import SamplesError, reward_hook, to_columns
 from miles.utils.types import Sample
 

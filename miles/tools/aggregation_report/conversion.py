@@ -14,7 +14,7 @@ from typing import Any
 
 from miles.ray.rollout.column_checks import check_prompt_tokens
 from miles.ray.rollout.rewards import RewardPostProcess
-from miles.ray.rollout.row_ids import rollout_ids_of
+from miles.ray.rollout.row_groups import rollout_ids_of
 from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
 from miles.tools.aggregation_report.options import with_values
 from miles.utils.errors import UserError

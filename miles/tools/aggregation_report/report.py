@@ -18,7 +18,7 @@ from torch import Tensor
 from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation
 from miles.backends.training_utils.loss_hub.math_utils import sum_by
 from miles.backends.training_utils.step_weights import effective_number
-from miles.ray.rollout.step_columns import LONGEST_QUARTER, NUM_QUARTERS
+from miles.ray.rollout.steps import LONGEST_QUARTER, NUM_QUARTERS
 from miles.tools.aggregation_report.conversion import most_frequent
 from miles.tools.aggregation_report.dumps import Dump
 from miles.tools.aggregation_report.measures import (

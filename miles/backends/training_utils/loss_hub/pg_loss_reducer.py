@@ -11,10 +11,10 @@ import torch
 
 from miles.backends.training_utils.cp_utils import get_sum_of_sample_mean
 from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation, Reducer, StepCounts
-from miles.backends.training_utils.loss_hub.reducer_context import ReducerContext, declares_context, wants_context
+from miles.backends.training_utils.loss_hub.reducer_context import ReducerContext
 from miles.backends.training_utils.loss_term import LossTerm
 from miles.utils.errors import UserError
-from miles.utils.misc import load_function
+from miles.utils.misc import declares_context, load_function, wants_context
 from miles.utils.types import RolloutBatch
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation, StepCounts
 from miles.backends.training_utils.loss_hub.responses import slice_rows
 from miles.backends.training_utils.loss_term import LossTerm
-from miles.utils.misc import load_function
 from miles.utils.types import RolloutBatch
 
 
@@ -88,22 +85,3 @@ def _denominators(args: Namespace, batch: RolloutBatch, term: LossTerm) -> dict[
             divisors = torch.as_tensor(mode.denominators(totals), dtype=torch.float64, device=totals.samples.device)
             denominators[name] = divisors.expand(totals.samples.shape)
     return denominators
-
-
-def wants_step_samples(args: Namespace) -> bool:
-    """Whether the run's reducer reads the totals of all samples of the step: a custom one's context, or a mode's."""
-    return wants_context(args) or LossAggregation.of(args).needs_step_samples
-
-
-def wants_context(args: Namespace) -> bool:
-    """Whether the run's custom reducer factory declares the keyword `context`."""
-    path = getattr(args, "custom_pg_loss_reducer_function_path", None)
-    return path is not None and declares_context(load_function(path))
-
-
-def declares_context(factory: Callable[..., Any]) -> bool:
-    """Whether a factory has a parameter of the name `context`."""
-    try:
-        return "context" in inspect.signature(factory).parameters
-    except ValueError:  # a built-in that does not tell its signature
-        return False

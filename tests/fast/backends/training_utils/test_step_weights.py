@@ -13,7 +13,7 @@ from miles.backends.training_utils.step_weights import (
     row_weights,
     token_weights,
 )
-from miles.ray.rollout.step_columns import length_quarters
+from miles.ray.rollout.steps import length_quarters
 from tests.fast import oracle
 from tests.fast.backends.training_utils.described import (
     EXACT,

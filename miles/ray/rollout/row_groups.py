@@ -1,15 +1,64 @@
-"""Columns of rows that belong together: the rows of one rollout, and those of one prompt group."""
+"""What rows are called, which rollout and prompt group they belong to, and what those that belong together share."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from miles.ray.rollout.row_ids import first_occurrences, ordinals
 from miles.utils.errors import UserError
+from miles.utils.types import Sample
 
 ID_COLUMN_OF = {"rollout": "rollout_ids", "prompt": "prompt_group_indices"}
 """The column that says which rows belong together, for each kind."""
+
+_WORDS = {"rollout": "rollout", "prompt": "prompt group"}
+
+
+def name_of(sample: Sample, position: int) -> str:
+    """Return how messages name a row, on one line: its position in the rollout and its own indices."""
+    return " ".join(f"sample {position} (index={sample.index}, group_index={sample.group_index})".split())
+
+
+def rollout_ids_of(samples: Sequence[Sample]) -> list[Hashable]:
+    """Return each row's rollout: its `rollout_id`, or the row itself where it has none."""
+    return [("row", i) if sample.rollout_id is None else sample.rollout_id for i, sample in enumerate(samples)]
+
+
+def ordinals(ids: Sequence[Hashable]) -> list[int]:
+    """Return, for each id, its position among the distinct ones in order of first appearance."""
+    positions: dict[Hashable, int] = {}
+    return [positions.setdefault(id_, len(positions)) for id_ in ids]
+
+
+def first_occurrences(ids: Sequence[Hashable]) -> list[int]:
+    """Return 1 at the first position of each distinct id and 0 elsewhere; the sum is the number of ids."""
+    seen: set[Hashable] = set()
+    return [0 if id_ in seen else (seen.add(id_) or 1) for id_ in ids]
+
+
+def rows_by_id(ids: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """Return the rows of each distinct id, ids in order of first appearance."""
+    members: dict[Hashable, list[int]] = {}
+    for row, id_ in enumerate(ids):
+        members.setdefault(id_, []).append(row)
+    return members
+
+
+def totals_by_id(ids: Iterable[Hashable], values: Iterable[int]) -> dict[Hashable, int]:
+    """Return the sum of the values of each distinct id, ids in order of first appearance."""
+    totals: dict[Hashable, int] = {}
+    for id_, value in zip(ids, values, strict=True):
+        totals[id_] = totals.get(id_, 0) + value
+    return totals
+
+
+def first_conflict(pairs: Iterable[tuple[Hashable, Any]]) -> tuple[Hashable, Any, Any] | None:
+    """Return the first id of (id, value) pairs that comes with two values, and these; None where each has one."""
+    known: dict[Hashable, Any] = {}
+    for id_, value in pairs:
+        if known.setdefault(id_, value) != value:
+            return id_, known[id_], value
+    return None
 
 
 def shared_columns(kind: str, ids: Sequence[Hashable], loss_masks: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -24,9 +73,7 @@ def shared_columns(kind: str, ids: Sequence[Hashable], loss_masks: Sequence[Sequ
         The ids under the kind's `ID_COLUMN_OF`, `{kind}_counts` (1 on the first row of each id, else 0) and
         `{kind}_mask_sums` (the active tokens of all rows of the id).
     """
-    totals: dict[Hashable, int] = {}
-    for id_, mask in zip(ids, loss_masks, strict=True):
-        totals[id_] = totals.get(id_, 0) + int(sum(mask))
+    totals = totals_by_id(ids, (int(sum(mask)) for mask in loss_masks))
     return {
         ID_COLUMN_OF[kind]: list(ids),
         f"{kind}_counts": first_occurrences(ids),
@@ -55,13 +102,13 @@ def check_one_group_each(rollouts: Sequence[Hashable], groups: Sequence[Hashable
     Raises:
         UserError: naming a rollout that spans several groups.
     """
-    known: dict[Hashable, Hashable] = {}
-    for rollout, group in zip(rollouts, groups, strict=True):
-        if group is not None and known.setdefault(rollout, group) != group:
-            raise UserError(
-                f"rollout_id {rollout} spans several prompt groups, group_index {known[rollout]} and {group}; a "
-                "rollout answers one prompt, so give all of its rows one group_index, or other rollouts other ids"
-            )
+    conflict = first_conflict(pair for pair in zip(rollouts, groups, strict=True) if pair[1] is not None)
+    if conflict is not None:
+        rollout, first, second = conflict
+        raise UserError(
+            f"rollout_id {rollout} spans several prompt groups, group_index {first} and {second}; a rollout answers "
+            "one prompt, so give all of its rows one group_index, or other rollouts other ids"
+        )
 
 
 def with_shared_columns(kind: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -92,27 +139,21 @@ def _check_mask_sums(kind: str, ids: Sequence[Hashable], data: dict[str, Any]) -
         raise UserError(
             f"train data with {ID_COLUMN_OF[kind]} needs one {column} entry per sample ({len(ids)}), got {len(sums)}"
         )
-    known: dict[Hashable, int] = {}
-    for id_, total in zip(ids, sums, strict=True):
-        if known.setdefault(id_, total) != total:
-            raise UserError(
-                f"inconsistent {column} in {_WORDS[kind]} {id_}: {known[id_]} and {total}; "
-                f"every row of a {_WORDS[kind]} must carry its total"
-            )
+    conflict = first_conflict(zip(ids, sums, strict=True))
+    if conflict is not None:
+        id_, first, second = conflict
+        raise UserError(
+            f"inconsistent {column} in {_WORDS[kind]} {id_}: {first} and {second}; "
+            f"every row of a {_WORDS[kind]} must carry its total"
+        )
 
 
 def _check_counts(kind: str, ids: Sequence[Hashable], data: dict[str, Any]) -> None:
     """Check that each rollout or prompt group counts once."""
     column = f"{kind}_counts"
-    totals: dict[Hashable, int] = {}
-    for id_, count in zip(ids, data.get(column, first_occurrences(ids)), strict=True):
-        totals[id_] = totals.get(id_, 0) + count
-    for id_, total in totals.items():
+    for id_, total in totals_by_id(ids, data.get(column, first_occurrences(ids))).items():
         if total != 1:
             raise UserError(
                 f"{column} of {_WORDS[kind]} {id_} add up to {total}; put 1 on one row of each {_WORDS[kind]} "
                 "and 0 on its other rows, or leave the column out"
             )
-
-
-_WORDS = {"rollout": "rollout", "prompt": "prompt group"}

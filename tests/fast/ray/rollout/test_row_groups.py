@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from miles.ray.rollout.dp_split import add_ordinals
+from miles.ray.rollout.row_groups import add_ordinals
 from miles.ray.rollout.train_data_conversion import (
     convert_samples_to_train_data,
     split_train_data_by_dp,
