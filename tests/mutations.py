@@ -28,9 +28,28 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "train a mode that is not in the table as another one",
+        f"{LAYER}/loss_aggregation.py",
+        "        return MODES[name]\n",
+        '        return MODES[name if name in ("sample_mean", "token_mean", "constant") else "prompt_mean"]\n',
+        ("tests/fast/test_fifth_mode.py",),
+    ),
+    Mutant(
+        "take the totals of groups as a caller gives them",
+        "miles/ray/rollout/row_groups.py",
+        "        if total != of_masks:",
+        "        if False and total != of_masks:",
+    ),
+    Mutant(
+        "log kept tokens where totals were prepared alone",
+        f"{LAYER}/data.py",
+        '"num_kept_tokens": facts.get("num_kept_tokens", counts.num_tokens),',
+        '**{key: facts[key] for key in ("num_kept_tokens",) if key in facts},',
+    ),
+    Mutant(
         "divide by the local count",
         f"{LAYER}/loss.py",
-        "loss, global_num_tokens=term.counts.normalizer(mode), data_parallel_size=state.intra_dp.size",
+        "loss, global_num_tokens=mode.normalizer(term.counts), data_parallel_size=state.intra_dp.size",
         "loss,\n            global_num_tokens=max(int(get_active_token_count(batch['loss_masks'])), 1),\n"
         "            data_parallel_size=state.intra_dp.size,",
     ),
@@ -61,9 +80,9 @@ MUTANTS = [
     ),
     Mutant(
         "use the micro-batch's own group total",
-        f"{LAYER}/loss_hub/pg_loss_reducer.py",
-        "            as_row_tensor(_prompt_totals(batch), like=pg_loss_masks),",
-        "            _local_group_totals(_prompt_totals(batch), pg_loss_masks),",
+        f"{LAYER}/loss_term.py",
+        "as_row_tensor(self.prompt_totals, like=like)",
+        "_local_group_totals(self.prompt_totals, like)",
     ),
     Mutant(
         "log with one divisor for all",

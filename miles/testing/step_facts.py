@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from miles.backends.training_utils.loss_hub.corrections import may_reject
-from miles.backends.training_utils.step_totals import wants_step_samples
 from miles.testing.averages import Masks, main_weighing, rollout_keys, row_weights
 from miles.testing.step import Row, Step
 
@@ -54,10 +52,7 @@ def _is_in_longest_quarter(lengths: Sequence[int], place: int) -> bool:
 
 
 def _term_counts(args: Namespace, rows: Sequence[Row], kept: Masks) -> dict[str, float]:
-    """Return the tokens that the main term sums and what it counts of them, where that may not be all."""
-    has_weights = any(row.loss_weights is not None for row in rows)
-    if not (has_weights or may_reject(args) or wants_step_samples(args)):
-        return {}
+    """Return the tokens that the main term sums and what it counts of them."""
     num_kept = sum(
         bool(bit and weight)
         for bits, row in zip(kept, rows, strict=True)

@@ -131,16 +131,16 @@ class DataIterator:
         return batch
 
     def peek_tokens(self) -> dict[str, int | float]:
-        """Return the active tokens of the next micro-batch's step.
+        """Return the active tokens of the next micro-batch's step, those left in its main term, and what that counts.
 
-        Where `prepare_loss_terms` has looked at the step, also those left in its main term, and what that counts.
+        Without rejection and loss weights all three are the same number.
         """
         counts, facts = self.step_counts[self.offset], self.step_facts[self.offset]
-        tokens = {"num_tokens": counts.num_tokens}
-        if "num_kept_tokens" in facts:
-            tokens["num_kept_tokens"] = facts["num_kept_tokens"]
-            tokens["num_counted_tokens"] = facts["term_counts"].num_tokens
-        return tokens
+        return {
+            "num_tokens": counts.num_tokens,
+            "num_kept_tokens": facts.get("num_kept_tokens", counts.num_tokens),
+            "num_counted_tokens": facts["term_counts"].num_tokens,
+        }
 
     def skip(self, num_microbatches: int) -> None:
         """Leave the next micro-batches out."""
@@ -153,12 +153,17 @@ class DataIterator:
 
 
 def _blank_entry(key: str, column: list[Any] | torch.Tensor) -> list[Any] | torch.Tensor:
-    """Return a column's entry for the one row of an empty micro-batch: no tokens, a length of 0, nothing else."""
+    """Return a column's entry for the one row of an empty micro-batch: no tokens, a length of 0, nothing else.
+
+    The length that "bshd" pads to is that of the other rows, since the model runs on a row of padding.
+    """
     if isinstance(column, torch.Tensor):
         return column.new_zeros(1)
     if key in TOKEN_COLUMNS or key in COMPUTED_COLUMNS:
         dtype = (TOKEN_COLUMNS | COMPUTED_COLUMNS)[key]
         return [column[0].new_zeros(0) if column else torch.zeros(0, dtype=dtype)]
+    if key == "max_seq_lens":
+        return [max(column, default=0)]
     return [0 if key.endswith("_lengths") else None]
 
 

@@ -6,6 +6,7 @@ Read at the seams (`loss_function`, logging, data scheduling) and handed on as n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,8 @@ class ParallelState:
         ep: Expert parallel.
         etp: Expert tensor parallel.
         indep_dp: Independent data-parallel cells of the host's fault-tolerant mode.
+        cp_comm_type: How attention exchanges keys and values over `cp`, in Megatron-Core's words; one, or one for each
+            layer. "a2a" (Ulysses) slices sequences otherwise and is refused.
         is_pp_last_stage: Whether this rank computes the loss.
         vpp_size: Virtual pipeline stages on this rank.
         microbatch_group_size_per_vp_stage: Micro-batches in flight per virtual stage.
@@ -76,9 +79,18 @@ class ParallelState:
     ep: GroupInfo = SINGLE
     etp: GroupInfo = SINGLE
     indep_dp: GroupInfo = SINGLE
+    cp_comm_type: str | Sequence[str] | None = None
     is_pp_last_stage: bool = True
     vpp_size: int | None = 1
     microbatch_group_size_per_vp_stage: int | None = None
+
+    def __post_init__(self) -> None:
+        kinds = [self.cp_comm_type] if isinstance(self.cp_comm_type, str) else list(self.cp_comm_type or ())
+        if self.cp.size > 1 and "a2a" in kinds:
+            raise ValueError(
+                f"cp_comm_type 'a2a' gives each of {self.cp.size} context-parallel ranks one contiguous slice, and "
+                "losses here are computed on zigzag slices; use 'p2p' or 'all_gather'"
+            )
 
 
 _parallel_state: ParallelState | None = None
@@ -91,11 +103,16 @@ def set_parallel_state(state: ParallelState) -> None:
 
 
 def get_parallel_state() -> ParallelState:
-    """Return the installed topology.
+    """Return the installed topology; that of a single process where none is installed and no others are there.
 
     Raises:
-        RuntimeError: `set_parallel_state` has not run in this process.
+        RuntimeError: this is one of several processes, and `set_parallel_state` has not run in it.
     """
-    if _parallel_state is None:
-        raise RuntimeError("no parallel state in this process; call set_parallel_state(ParallelState(...)) first")
-    return _parallel_state
+    if _parallel_state is not None:
+        return _parallel_state
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"no parallel state in this process, one of {dist.get_world_size()}; call "
+            "set_parallel_state(ParallelState(...)) first"
+        )
+    return ParallelState()

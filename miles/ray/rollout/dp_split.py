@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
-from miles.ray.rollout.row_groups import add_ordinals, first_conflict, rows_by_id, with_shared_columns
+from miles.ray.rollout.row_groups import (
+    add_ordinals,
+    check_complete_groups,
+    first_conflict,
+    rows_by_id,
+    with_shared_columns,
+)
 from miles.ray.rollout.steps import add_step_columns, fixed_steps, ragged_steps
 from miles.utils.errors import UserError
 from miles.utils.misc import wants_context
@@ -50,8 +56,8 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
 
     Raises:
         UserError: columns of rollouts or groups that are missing, short or inconsistent; with complete groups, one
-            that lies in two steps, or groups that do not divide evenly over the ranks; a `token_mean` step of which
-            no token is counted.
+            of another size or that lies in two steps, or groups that do not divide evenly over the ranks; a
+            `token_mean` step of which no token is counted.
     """
     data["total_lengths"] = [len(tokens) for tokens in data["tokens"]]
     mode = LossAggregation.of(args)
@@ -68,6 +74,7 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
     add_step_columns(columns, steps)
     units = rollouts
     if mode.needs_prompt_groups and not is_ragged:
+        check_complete_groups(groups, rollouts, args.n_samples_per_prompt)
         _check_complete_steps(groups, steps, dp_size)
         units = groups
     elif groups is not None and not is_ragged and wants_context(args) and _straddling(groups, steps) is not None:

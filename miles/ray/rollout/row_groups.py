@@ -111,6 +111,25 @@ def check_one_group_each(rollouts: Sequence[Hashable], groups: Sequence[Hashable
         )
 
 
+def check_complete_groups(groups: Sequence[Hashable], rollouts: Sequence[Hashable], size: int) -> None:
+    """Check that every prompt group has `size` rollouts.
+
+    Raises:
+        UserError: with how many have not, and the first of them.
+    """
+    members: dict[Hashable, set[Hashable]] = {}
+    for group, rollout in zip(groups, rollouts, strict=True):
+        members.setdefault(group, set()).add(rollout)
+    wrong = {group: len(rollouts) for group, rollouts in members.items() if len(rollouts) != size}
+    if wrong:
+        group, found = next(iter(wrong.items()))
+        raise UserError(
+            f"prompt_mean needs complete prompt groups of n_samples_per_prompt={size} samples; {len(wrong)} of "
+            f"{len(members)} groups are not, for example group_index {group} with {found}; set --n-samples-per-prompt "
+            "to the rollout's group size, or pass --prompt-groups ragged"
+        )
+
+
 def with_shared_columns(kind: str, data: dict[str, Any]) -> dict[str, Any]:
     """Return the columns and, where there are ids of the kind, those of `shared_columns` that are missing.
 
@@ -119,18 +138,19 @@ def with_shared_columns(kind: str, data: dict[str, Any]) -> dict[str, Any]:
         data: Columns over all rows; left alone.
 
     Raises:
-        UserError: given counts that do not count each id once, or given totals that differ between rows of one id.
+        UserError: given counts that do not count each id once, or given totals that are not those of the masks.
     """
     if ID_COLUMN_OF[kind] not in data:
         return dict(data)
     ids = data[ID_COLUMN_OF[kind]]
     _check_counts(kind, ids, data)
-    _check_mask_sums(kind, ids, data)
-    return {**shared_columns(kind, ids, data["loss_masks"]), **data}
+    columns = shared_columns(kind, ids, data["loss_masks"])
+    _check_mask_sums(kind, ids, data, columns[f"{kind}_mask_sums"])
+    return {**columns, **data}
 
 
-def _check_mask_sums(kind: str, ids: Sequence[Hashable], data: dict[str, Any]) -> None:
-    """Check that every row carries the same total as the other rows of its rollout or prompt group."""
+def _check_mask_sums(kind: str, ids: Sequence[Hashable], data: dict[str, Any], expected: Sequence[int]) -> None:
+    """Check that every row carries the total of its rollout or prompt group: the active tokens of all rows of it."""
     column = f"{kind}_mask_sums"
     if column not in data:
         return
@@ -139,13 +159,12 @@ def _check_mask_sums(kind: str, ids: Sequence[Hashable], data: dict[str, Any]) -
         raise UserError(
             f"train data with {ID_COLUMN_OF[kind]} needs one {column} entry per sample ({len(ids)}), got {len(sums)}"
         )
-    conflict = first_conflict(zip(ids, sums, strict=True))
-    if conflict is not None:
-        id_, first, second = conflict
-        raise UserError(
-            f"inconsistent {column} in {_WORDS[kind]} {id_}: {first} and {second}; "
-            f"every row of a {_WORDS[kind]} must carry its total"
-        )
+    for id_, total, of_masks in zip(ids, sums, expected, strict=True):
+        if total != of_masks:
+            raise UserError(
+                f"inconsistent {column} in {_WORDS[kind]} {id_}: {total}, and its loss masks have {of_masks} active "
+                f"tokens; every row of a {_WORDS[kind]} must carry its total. Leave {column} out to have it filled in"
+            )
 
 
 def _check_counts(kind: str, ids: Sequence[Hashable], data: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ it is deterministic. Columns that the loss layer adds to the host's:
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
@@ -32,7 +32,13 @@ from miles.ray.rollout.row_checks import (
     finite_number,
     short,
 )
-from miles.ray.rollout.row_groups import check_one_group_each, name_of, rollout_ids_of, shared_columns
+from miles.ray.rollout.row_groups import (
+    check_complete_groups,
+    check_one_group_each,
+    name_of,
+    rollout_ids_of,
+    shared_columns,
+)
 from miles.utils.errors import UserError
 from miles.utils.misc import wants_context
 from miles.utils.types import Sample
@@ -178,17 +184,4 @@ def check_groups(args: Namespace, samples: Sequence[Sample]) -> None:
             "set Sample.group_index to the prompt that the sample answers"
         )
     if getattr(args, "prompt_groups", "complete") == "complete":
-        members: dict[int, set[Hashable]] = {}
-        for group, rollout in zip(groups, rollout_ids_of(samples), strict=True):
-            members.setdefault(group, set()).add(rollout)
-        wrong = {
-            group: len(rollouts) for group, rollouts in members.items() if len(rollouts) != args.n_samples_per_prompt
-        }
-        if wrong:
-            group, size = next(iter(wrong.items()))
-            raise UserError(
-                f"prompt_mean needs complete prompt groups of n_samples_per_prompt={args.n_samples_per_prompt} "
-                f"samples; {len(wrong)} of {len(members)} groups are not, for example group_index {group} with "
-                f"{size}; "
-                "set --n-samples-per-prompt to the rollout's group size, or pass --prompt-groups ragged"
-            )
+        check_complete_groups(groups, rollout_ids_of(samples), args.n_samples_per_prompt)

@@ -40,8 +40,6 @@ HOLDS_IN = {
     "`--use-tis` or `--get-mismatch-metrics`": {"mismatch", "rejecting", "skipped"},
     "a built-in correction or its metrics": {"mismatch", "rejecting", "skipped"},
     "as `train/tis`": {"mismatch", "rejecting", "skipped"},
-    "a correction that may reject, loss weights, or a reducer with `context`": {"rejecting", "skipped", "weighted"},
-    "as `train/num_kept_tokens`": {"rejecting", "skipped", "weighted"},
     "`token_mean`, and nothing was left to take a mean of": {"skipped"},
     "every sample has it": {"dump"},
 }

@@ -172,6 +172,7 @@ def _probe(args: Namespace, rows: Sequence[int], values: Sequence[torch.Tensor])
     batch: RolloutBatch = {
         "total_lengths": [PROBE_LENGTHS[row] + 2 for row in rows],
         "response_lengths": [PROBE_LENGTHS[row] for row in rows],
+        "max_seq_lens": [max(PROBE_LENGTHS) + 2] * len(rows),  # read under "bshd" alone
         "loss_masks": [masks[row] for row in rows],
         **dict.fromkeys(("row_totals", "rollout_totals", "rollout_token_totals"), totals[list(rows)]),
         "prompt_totals": torch.tensor([3, 3])[list(rows)],

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from miles.backends.training_utils import data as data_room
+from miles.backends.training_utils.loss import default_reducer
 from miles.backends.training_utils.loss_aggregation import StepCounts
+from miles.backends.training_utils.loss_term import LossTerm
 from miles.backends.training_utils.parallel import set_parallel_state
 from miles.ray.rollout.train_data_conversion import process_rollout_data_shard, split_train_data_by_dp
 from miles.utils.seqlen_balancing import get_seqlen_balanced_partitions, pack_by_token_budget
@@ -202,3 +204,15 @@ def test_an_empty_micro_batch_has_one_pad_token():
         and batch["rollout_counts"].tolist() == [0]
         and batch["step_counts"].num_samples == 8
     )
+
+
+@pytest.mark.parametrize("cp", [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+def test_the_blank_row_of_an_empty_micro_batch_is_reduced_in_both_layouts(qkv_format, cp):
+    set_parallel_state(simulated_state(1, cp[1], cp_rank=cp[0]))
+    args = namespace(qkv_format=qkv_format)
+    data = one_rank(args)
+    data["max_seq_lens"] = [16] * len(ROWS)
+    batch = data_room.DataIterator(data, [[]], [StepCounts(4, 2, 9)]).get_next()
+    reduce = default_reducer(args, batch, LossTerm.of(args, batch))
+    assert reduce(torch.zeros(0, requires_grad=True)).item() == 0

@@ -67,6 +67,8 @@ def test_a_step_of_masked_samples_has_no_weight(mode):
     for (described,), weights in walk(args, rows, World(2, 1)):
         assert described == {
             "num_tokens": 0,
+            "num_kept_tokens": 0,
+            "num_counted_tokens": 0,
             "num_samples": 4,
             "num_prompts": 2,
             "num_masked_samples": 4,
@@ -86,7 +88,8 @@ def test_what_a_shard_does_not_tell_is_not_said():
     batch = data_room.move_to_device(process_rollout_data_shard(args, shard), "cpu")
     (iterator,), num_microbatches = data_room.get_data_iterator(args, None, batch)
     (described,) = describe_steps(args, batch, iterator, num_microbatches)
-    assert described == {"num_tokens": 10, "num_samples": 4, "num_masked_samples": 0, "effective_samples": 4.0}
+    tokens = dict.fromkeys(("num_tokens", "num_kept_tokens", "num_counted_tokens"), 10)
+    assert described == {**tokens, "num_samples": 4, "num_masked_samples": 0, "effective_samples": 4.0}
 
 
 def test_groups_that_lie_in_two_steps_are_prompts_of_both():

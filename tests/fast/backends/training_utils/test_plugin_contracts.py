@@ -12,6 +12,7 @@ from miles.backends.training_utils.loss_hub.correction_contract import check_cor
 from miles.backends.training_utils.loss_hub.losses import policy_loss_function
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.loss_hub.responses import Responses
+from miles.backends.training_utils.parallel import GroupInfo, ParallelState, set_parallel_state
 from miles.trainer import main
 from miles.utils.errors import UserError
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks
@@ -94,6 +95,16 @@ def test_reducers_are_probed_before_training(factory, message):
     args = Namespace(custom_pg_loss_reducer_function_path=f"{__name__}.{factory.__name__}")
     with pytest.raises(UserError, match=f"(?s){message}"):
         probe_pg_loss_reducer(args)
+
+
+@pytest.mark.parametrize("cp", [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+def test_a_factory_that_declares_it_is_probed_in_both_layouts(qkv_format, cp):
+    set_parallel_state(ParallelState(cp=GroupInfo(*cp)))
+    CONTEXTS.clear()
+    path = f"{__name__}.by_context"
+    probe_pg_loss_reducer(Namespace(custom_pg_loss_reducer_function_path=path, qkv_format=qkv_format))
+    assert CONTEXTS[0].qkv_format == qkv_format and len(CONTEXTS[0].local_lengths) == 2
 
 
 def test_a_factory_that_declares_it_gets_its_context():

@@ -8,6 +8,7 @@ from miles.ray.rollout.row_groups import add_ordinals
 from miles.ray.rollout.train_data_conversion import (
     convert_samples_to_train_data,
     split_train_data_by_dp,
+    split_train_data_by_dp_raw,
     validate_train_data,
 )
 from miles.utils.errors import UserError
@@ -86,7 +87,7 @@ def test_the_split_fills_in_what_ids_imply(mode, dp_size):
 
 
 def test_the_split_keeps_counts_and_totals_that_are_given():
-    given = {"rollout_counts": [0, 1, 1, 0, 1, 0], "rollout_mask_sums": [50, 50, 20, 20, 20, 50]}
+    given = {"rollout_counts": [0, 1, 1, 0, 1, 0], "rollout_mask_sums": [5, 5, 2, 2, 2, 5]}
     shards = split_train_data_by_dp(arguments(), columns(**given), 2)
     assert {key: by_row(shards, key) for key in given} == given
 
@@ -110,7 +111,10 @@ def test_prompt_columns_of_a_custom_conversion():
     ("changes", "message"),
     [
         ({"rollout_mask_sums": [5, 5, 2, 2, 2]}, r"one rollout_mask_sums entry per sample \(6\), got 5"),
-        ({"rollout_mask_sums": [5, 4, 2, 2, 2, 5]}, "inconsistent rollout_mask_sums in rollout a: 5 and 4; every row"),
+        (
+            {"rollout_mask_sums": [5, 4, 2, 2, 2, 5]},
+            "inconsistent rollout_mask_sums in rollout a: 4, .* have 5 active tokens; every row",
+        ),
         ({"rollout_counts": [1, 1, 1, 0, 1, 0]}, "rollout_counts of rollout a add up to 2; put 1 on one row of each"),
         ({"rollout_counts": [1, 0, 0, 0, 1, 0]}, "rollout_counts of rollout b add up to 0"),
         (
@@ -225,3 +229,16 @@ def test_prompt_columns_are_left_out_again_where_a_group_lies_in_two_steps(mode)
     args.global_batch_size, args.prompt_groups = 1, "ragged"
     (shard,) = split_train_data_by_dp(args, data, 1)
     assert shard["step_row_counts"] == [5, 1] and shard["prompt_mask_sums"] == [7, 7, 7, 7, 7, 2]
+
+
+def test_the_split_alone_refuses_totals_and_groups_that_are_not_those_of_the_rows():
+    args = arguments("prompt_mean", n_samples_per_prompt=2, global_batch_size=4)
+    data = {"tokens": [[0, 1]] * 4, "response_lengths": [1] * 4, "loss_masks": [[1]] * 4, "rewards": [0.0] * 4}
+    whole = {"prompt_group_indices": [0, 0, 1, 1], "prompt_mask_sums": [2] * 4}
+    shards = split_train_data_by_dp_raw(args, data | whole, dp_size=2)
+    assert [shard["prompt_mask_sums"] for shard in shards] == [[2, 2]] * 2
+    with pytest.raises(UserError, match=r"inconsistent prompt_mask_sums in prompt group 0: 99, .* have 2 active"):
+        split_train_data_by_dp_raw(args, data | whole | {"prompt_mask_sums": [99, 99, 2, 2]}, dp_size=2)
+    with pytest.raises(UserError, match=r"complete prompt groups of n_samples_per_prompt=2 .* group_index 0 with 1"):
+        groups = {"prompt_group_indices": [0, 1, 1, 1], "prompt_mask_sums": [1, 3, 3, 3]}
+        split_train_data_by_dp_raw(args, data | groups, dp_size=2)
