@@ -1,15 +1,15 @@
 """Resolution and rules of every option but the loss aggregation's (`loss_aggregation_args.py`)."""
 
-import argparse
+import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
-from miles.utils.argument_groups import PLUGIN_PATH, RM_TYPES
-from miles.utils.argument_groups.embedded import TASK_DEPENDENT_DEFAULTS
 from miles.utils.errors import UserError
 from miles.utils.misc import load_function
+from miles.utils.options import Options
+from miles.utils.options.data import TASK_DEPENDENT_DEFAULTS
+from miles.utils.options.declare import PLUGIN, choices, option_string
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,15 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 """Which values a numeric option admits. An unset option (None) is admitted; NaN and infinities never are."""
 
 
-def resolve_batch_sizes(args: Any) -> None:
+def resolve_batch_sizes(args: Options) -> None:
     """Derive `global_batch_size` and `num_steps_per_rollout` from each other, in place.
 
     `global_batch_size = rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout`; with neither set, a
     rollout is one step.
 
     Raises:
-        UserError: without ragged groups, the samples of a rollout cannot be cut into equal steps, or both are set and
-            disagree.
+        UserError: without ragged groups, the samples of a rollout cannot be split into equal steps, or both are set
+            and disagree.
     """
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
     if args.prompt_groups == "ragged":
@@ -81,14 +81,14 @@ def resolve_batch_sizes(args: Any) -> None:
     args.num_steps_per_rollout = num_samples // args.global_batch_size
 
 
-def _resolve_ragged_batch_sizes(args: Any, num_samples: int) -> None:
+def _resolve_ragged_batch_sizes(args: Options, num_samples: int) -> None:
     """Take both as about so many: what a rollout holds decides."""
     if args.global_batch_size is None:
         args.global_batch_size = max(1, round(num_samples / (args.num_steps_per_rollout or 1)))
     args.num_steps_per_rollout = max(1, round(num_samples / args.global_batch_size))
 
 
-def resolve_task_args(args: Any) -> None:
+def resolve_task_args(args: Options) -> None:
     """Fill in the options whose default depends on what is trained, in place."""
     is_embedded = args.prompt_data is None and args.load_debug_rollout_data is None
     for name, (embedded, own) in TASK_DEPENDENT_DEFAULTS.items():
@@ -96,7 +96,7 @@ def resolve_task_args(args: Any) -> None:
             setattr(args, name, embedded if is_embedded else own)
 
 
-def resolve_policy_args(args: Any) -> None:
+def resolve_policy_args(args: Options) -> None:
     """Fill in clipping and reward normalisation from what else is set, in place."""
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
@@ -106,7 +106,7 @@ def resolve_policy_args(args: Any) -> None:
         logger.info("n_samples_per_prompt is 1: one reward has no standard deviation, grpo_std_normalization is off")
 
 
-def validate_ranges(args: Any) -> None:
+def validate_ranges(args: Options) -> None:
     """Check every numeric option against the values it admits.
 
     Raises:
@@ -116,10 +116,10 @@ def validate_ranges(args: Any) -> None:
         for name in names:
             value = getattr(args, name)
             if value is not None and not (-math.inf < value < math.inf and admits(value)):
-                raise UserError(f"{_option(name)} must be {words}; got {value}")
+                raise UserError(f"{option_string(name)} must be {words}; got {value}")
 
 
-def validate_combinations(args: Any) -> None:
+def validate_combinations(args: Options) -> None:
     """Check options that need, or exclude, each other.
 
     Raises:
@@ -130,7 +130,7 @@ def validate_combinations(args: Any) -> None:
             raise UserError(message)
 
 
-def _combination_rules(args: Any) -> list[tuple[bool, str]]:
+def _combination_rules(args: Options) -> list[tuple[bool, str]]:
     """Return (is broken, message) for each rule about several options."""
     is_baseline = args.advantage_estimator == "reinforce_plus_plus_baseline"
     is_custom = args.loss_type == "custom_loss"
@@ -145,8 +145,8 @@ def _combination_rules(args: Any) -> list[tuple[bool, str]]:
         ),
         (
             args.use_tis and args.use_rollout_logprobs,
-            "--use-tis and --use-rollout-logprobs exclude each other: where the rollout's log-probs stand for the old "
-            "policy's, every importance weight is 1; leave one out",
+            "--use-tis and --use-rollout-logprobs exclude each other: where the rollout's log-probs are taken as the "
+            "old policy's, every importance weight is 1; leave one out",
         ),
         (
             is_baseline and not args.normalize_advantages,
@@ -182,10 +182,10 @@ def _combination_rules(args: Any) -> list[tuple[bool, str]]:
     ]
 
 
-def _parallel_rules(args: Any) -> list[tuple[bool, str]]:
+def _parallel_rules(args: Options) -> list[tuple[bool, str]]:
     """Return (is broken, message) for each rule about how one copy of the model is split over processes."""
     given = [
-        _option(name)
+        option_string(name)
         for name, unset in (
             ("tensor_model_parallel_size", 1),
             ("pipeline_model_parallel_size", 1),
@@ -224,7 +224,7 @@ def _parallel_rules(args: Any) -> list[tuple[bool, str]]:
     ]
 
 
-def validate_data(args: Any) -> None:
+def validate_data(args: Options) -> None:
     """Check that own prompts have a reward and a label, and that a dump's path has no field but `{rollout_id}`.
 
     Raises:
@@ -241,40 +241,33 @@ def validate_data(args: Any) -> None:
             try:
                 dump_path(template, 0)
             except UserError as error:
-                raise UserError(f"{_option(name)}: {error}") from error
+                raise UserError(f"{option_string(name)}: {error}") from error
 
 
-def _check_prompt_options(args: Any) -> None:
+def _check_prompt_options(args: Options) -> None:
     """Check that prompts from a file come with what the loss learns from: a label to imitate, or a reward."""
     if args.loss_type == "sft_loss":
         if args.label_key is None:
             raise UserError("--loss-type sft_loss on --prompt-data needs --label-key, the text to learn")
     elif args.rm_type is None and args.custom_rm_path is None:
-        raise UserError(f"--prompt-data needs a reward: --custom-rm-path, or --rm-type {{{','.join(RM_TYPES)}}}")
+        raise UserError(
+            f"--prompt-data needs a reward: --custom-rm-path, or --rm-type {{{','.join(choices(Options, 'rm_type'))}}}"
+        )
     elif args.custom_rm_path is None and args.label_key is None:
         raise UserError(f"--rm-type {args.rm_type} needs --label-key, the right answer to compare with")
 
 
-def validate_plugins(args: Any, actions: Iterable[argparse.Action]) -> None:
+def validate_plugins(args: Options) -> None:
     """Import the function behind every plug-in, so that a wrong path fails before anything is computed.
-
-    Args:
-        args: The namespace.
-        actions: The parser's actions, which tell what options are plug-ins.
 
     Raises:
         UserError: a path does not import or is not callable.
     """
-    for action in actions:
-        path = getattr(args, action.dest)
-        if action.metavar != PLUGIN_PATH["metavar"] or path is None:
+    for field in dataclasses.fields(Options):
+        path = getattr(args, field.name)
+        if field.metadata["metavar"] != PLUGIN or path is None:
             continue
         try:
             load_function(path)
         except UserError as error:
-            raise UserError(f"{_option(action.dest)}: {error}") from error
-
-
-def _option(name: str) -> str:
-    """Return the command line's spelling of an attribute."""
-    return "--" + name.replace("_", "-")
+            raise UserError(f"{option_string(field.name)}: {error}") from error

@@ -1,28 +1,28 @@
 """Warnings about options that were set but change nothing in this run."""
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from miles.backends.training_utils.loss_aggregation import MODES
 from miles.utils.errors import UserError
 from miles.utils.misc import wants_context
+from miles.utils.options import Options
 
 logger = logging.getLogger(__name__)
 
 
-def _has_correction(args: Any) -> bool:
+def _has_correction(args: Options) -> bool:
     return args.use_tis or args.get_mismatch_metrics
 
 
-def _reducer_wants_context(args: Any) -> bool:
+def _reducer_wants_context(args: Options) -> bool:
     try:
         return wants_context(args)
     except UserError:  # a path that names no function, which validation is about to say
         return False
 
 
-_WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+_WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Options], bool], str], ...] = (
     (
         ("micro_batch_size",),
         lambda args: args.use_dynamic_batch_size,
@@ -57,7 +57,7 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] 
     (
         # Not under token_mean: the custom reducer's sum is then divided by the step's tokens.
         ("loss_aggregation", "loss_aggregation_divisor"),
-        lambda args: args.custom_pg_loss_reducer_function_path
+        lambda args: args.custom_pg_loss_reducer_function_path is not None
         and args.loss_aggregation in MODES
         and not MODES[args.loss_aggregation].is_for_every_loss
         and not _reducer_wants_context(args),
@@ -122,15 +122,14 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] 
 """Options, when they change nothing, and why."""
 
 
-def warn_about_options_without_effect(args: Any, defaults: Mapping[str, Any]) -> None:
+def warn_about_options_without_effect(args: Options) -> None:
     """Log a warning for each option that differs from its default and has no effect.
 
     Args:
-        args: Namespace as given, before derived values are filled in (those would look as if a person had set them).
-        defaults: Default of each option.
+        args: Options as given, before derived values are filled in (those would look as if a person had set them).
     """
     for names, is_without_effect, reason in _WITHOUT_EFFECT:
-        given = [name for name in names if getattr(args, name) != defaults[name]]
+        given = [name for name in names if getattr(args, name) != getattr(Options, name)]
         if given and is_without_effect(args):
             logger.warning("%s: no effect, since %s", ", ".join(given), reason)
     is_built_in = args.rewards_normalization and args.custom_reward_post_process_path is None

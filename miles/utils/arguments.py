@@ -4,12 +4,12 @@ Importing this module, and `--help`, need no torch.
 """
 
 import argparse
+import dataclasses
 import difflib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
-from miles.utils.argument_groups import ADD_GROUP_FUNCTIONS, ManualHelpFormatter
+import miles
 from miles.utils.argument_validation import (
     resolve_batch_sizes,
     resolve_policy_args,
@@ -22,6 +22,8 @@ from miles.utils.argument_validation import (
 from miles.utils.argument_warnings import warn_about_options_without_effect
 from miles.utils.custom_config import resolve_custom_config
 from miles.utils.loss_aggregation_args import resolve_loss_aggregation_args, validate_loss_aggregation_args
+from miles.utils.options import OPTION_GROUPS, Options
+from miles.utils.options.declare import ManualHelpFormatter, add_option_group
 from miles.utils.tracking_args import resolve_tracking_args, validate_tracking_args
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -48,8 +50,8 @@ def get_miles_extra_args_provider(add_custom_arguments: AddArguments | None = No
     """
 
     def add_miles_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        for add_group in ADD_GROUP_FUNCTIONS:
-            add_group(parser)
+        for title, group in OPTION_GROUPS.items():
+            add_option_group(parser, title, group)
         return parser if add_custom_arguments is None else add_custom_arguments(parser)
 
     return add_miles_arguments
@@ -64,17 +66,20 @@ def build_parser(add_custom_arguments: AddArguments | None = None) -> argparse.A
         formatter_class=ManualHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument(
+        "--version", action="version", version=f"miles {miles.__version__}", help="print the version and exit"
+    )
     return get_miles_extra_args_provider(add_custom_arguments)(parser)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> Options:
     """Parse, override from YAML, resolve and validate.
 
     Args:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The namespace that the whole package reads.
+        The options that the whole package reads.
 
     Raises:
         UserError: a value, a combination, a file or a plug-in that cannot be used.
@@ -85,10 +90,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_suggest_option(parser, unknown)}")
     miles_validate_args(args)
-    return args
+    return Options.of(args)
 
 
-def miles_validate_args(args: argparse.Namespace) -> None:
+def miles_validate_args(args: argparse.Namespace | Options) -> None:
     """Resolve and validate a parsed namespace in place: YAML overrides first, then everything derived from values.
 
     Args:
@@ -96,35 +101,24 @@ def miles_validate_args(args: argparse.Namespace) -> None:
             package's defaults.
 
     Raises:
-        UserError: the first rule that is broken, with what is allowed, what came and how to mend it.
+        UserError: the first rule that is broken, with what is allowed, what came and how to fix it.
     """
-    actions = _option_actions()
-    defaults = {action.dest: action.default for action in actions}
-    for name, value in defaults.items():
-        if not hasattr(args, name):
-            setattr(args, name, value)
-    resolve_custom_config(args, actions)
-    validate_ranges(args)
-    resolve_tracking_args(args)
-    warn_about_options_without_effect(args, defaults)
-    resolve_task_args(args)
-    resolve_batch_sizes(args)
-    resolve_policy_args(args)
-    _validate_loss_aggregation_args(args)
-    validate_combinations(args)
-    validate_data(args)
-    validate_tracking_args(args)
-    validate_plugins(args, actions)
-
-
-def _validate_loss_aggregation_args(args: Any) -> None:
-    """Resolve, then validate, `--loss-aggregation` and what depends on it; missing attributes count as defaults.
-
-    Raises:
-        UserError: see `validate_loss_aggregation_args`.
-    """
-    resolve_loss_aggregation_args(args)
-    validate_loss_aggregation_args(args)
+    for field in dataclasses.fields(Options):
+        vars(args).setdefault(field.name, field.default)
+    options = Options.of(args)
+    resolve_custom_config(options, _option_actions())
+    validate_ranges(options)
+    resolve_tracking_args(options)
+    warn_about_options_without_effect(options)
+    resolve_task_args(options)
+    resolve_batch_sizes(options)
+    resolve_policy_args(options)
+    resolve_loss_aggregation_args(options)
+    validate_loss_aggregation_args(options)
+    validate_combinations(options)
+    validate_data(options)
+    validate_tracking_args(options)
+    validate_plugins(options)
 
 
 @lru_cache(maxsize=1)

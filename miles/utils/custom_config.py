@@ -12,6 +12,7 @@ import yaml
 
 from miles.utils.errors import UserError
 from miles.utils.loss_aggregation_args import check_loss_aggregation_mode
+from miles.utils.options import Options
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ _ConfigLoader.add_implicit_resolver(
 )
 
 
-def resolve_custom_config(args: argparse.Namespace, actions: Iterable[argparse.Action]) -> None:
+def resolve_custom_config(args: Options, actions: Iterable[argparse.Action]) -> None:
     """Override `args` in place with the file that `args.custom_config_path` names, if it names one.
 
     Options are set under their names; every other key becomes an attribute for custom functions and is listed in the
@@ -157,7 +158,7 @@ def _check_value(value: Any, action: argparse.Action, path: str, *, where: str =
 _TYPE_WORDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
 
 
-def _resolve_token_mean_spellings(args: argparse.Namespace, config: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _resolve_token_mean_spellings(args: Options, config: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return what `calculate_per_token_loss` becomes, given `loss_aggregation` in the file or on the command line.
 
     `loss_aggregation` names one of four modes, so in the file it settles everything and the command line's legacy

@@ -7,35 +7,43 @@ from collections.abc import Sequence
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation
-from miles.utils.argument_groups import LAW_CHOICES
 from miles.utils.errors import UserError
+from miles.utils.options import Options
+from miles.utils.options.declare import choices, option_string
+
+CHOICES = {
+    name: choices(Options, name)
+    for name in (
+        *("prompt_groups", "loss_weight_normalization", "aux_loss_aggregation", "rejected_tokens"),
+        "tis_type",
+    )
+}
+"""Values, the default first, of the options that change masks, weights and normalizers; also checked in the namespace
+of a host, which argparse may not have seen."""
 
 
-def resolve_loss_aggregation_args(args: Any) -> None:
+def resolve_loss_aggregation_args(args: Options) -> None:
     """Make the two spellings of the token mean agree, in place.
 
     `--calculate-per-token-loss` promotes `sample_mean` to `token_mean`; `token_mean` sets the flag, so that code which
     knows the legacy spelling alone sees the choice. Values of a wrong type stay as they are, for validation to name.
 
     Args:
-        args: A namespace; missing attributes get the legacy choice, so that one from a host's older parser will do.
+        args: Options; in a view of a host's namespace, missing attributes have their defaults.
     """
-    per_token = getattr(args, "calculate_per_token_loss", False)
-    mode = getattr(args, "loss_aggregation", "sample_mean")
+    per_token, mode = args.calculate_per_token_loss, args.loss_aggregation
     if mode == "sample_mean" and per_token is True:
         mode = "token_mean"
     if mode == "token_mean" and per_token is False:
         per_token = True
     args.loss_aggregation, args.calculate_per_token_loss = mode, per_token
-    args.loss_aggregation_divisor = getattr(args, "loss_aggregation_divisor", None)
 
 
-def validate_loss_aggregation_args(args: Any) -> None:
+def validate_loss_aggregation_args(args: Options) -> None:
     """Check the resolved choice against everything that depends on it; changes nothing.
 
     Args:
-        args: A namespace that went through `resolve_loss_aggregation_args`. Other attributes may be missing; rules
-            about them are then skipped.
+        args: Options that went through `resolve_loss_aggregation_args`.
 
     Raises:
         UserError: the rule that is broken, with what is allowed, what came and how to fix it.
@@ -49,8 +57,8 @@ def validate_loss_aggregation_args(args: Any) -> None:
             f"--loss-aggregation {mode} is incompatible with --calculate-per-token-loss, which is the legacy spelling "
             "of token_mean; leave one of the two out"
         )
-    for name, allowed in LAW_CHOICES.items():
-        _check_choice(name, getattr(args, name, allowed[0]), allowed)
+    for name, allowed in CHOICES.items():
+        _check_choice(name, getattr(args, name), allowed)
     chosen = MODES[mode]
     _check_divisor(chosen, args.loss_aggregation_divisor)
     _check_loss_type(chosen, args)
@@ -77,7 +85,7 @@ def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Check a value that argparse has not seen, such as one of a host's namespace."""
     if value not in allowed:
         raise UserError(
-            f"--{name.replace('_', '-')} must be one of {', '.join(allowed)}; got {value!r} ({type(value).__name__})"
+            f"{option_string(name)} must be one of {', '.join(allowed)}; got {value!r} ({type(value).__name__})"
         )
 
 
@@ -100,9 +108,9 @@ def _check_divisor(mode: LossAggregation, divisor: Any) -> None:
         )
 
 
-def _check_loss_type(mode: LossAggregation, args: Any) -> None:
+def _check_loss_type(mode: LossAggregation, args: Options) -> None:
     """Check that the loss can be aggregated this way, with its auxiliary terms."""
-    loss_type = getattr(args, "loss_type", "policy_loss")
+    loss_type = args.loss_type
     if loss_type == "sft_loss" and not mode.is_for_every_loss:
         takes = " or ".join(other.name for other in MODES.values() if other.is_for_every_loss)
         raise UserError(
@@ -111,11 +119,11 @@ def _check_loss_type(mode: LossAggregation, args: Any) -> None:
         )
     if loss_type != "policy_loss" or not mode.counts_tokens:
         return
-    if getattr(args, "aux_loss_aggregation", "sample_mean") == "match":
+    if args.aux_loss_aggregation == "match":
         return
-    coefficients = {"--entropy-coef": getattr(args, "entropy_coef", 0.0)}
-    if getattr(args, "use_kl_loss", False):
-        coefficients["--kl-loss-coef"] = getattr(args, "kl_loss_coef", 0.0)
+    coefficients = {"--entropy-coef": args.entropy_coef}
+    if args.use_kl_loss:
+        coefficients["--kl-loss-coef"] = args.kl_loss_coef
     given = [f"{option} {value}" for option, value in coefficients.items() if value]
     if given:
         raise UserError(
@@ -126,13 +134,12 @@ def _check_loss_type(mode: LossAggregation, args: Any) -> None:
         )
 
 
-def _check_prompt_groups(mode: LossAggregation, args: Any) -> None:
+def _check_prompt_groups(mode: LossAggregation, args: Options) -> None:
     """Check that an optimizer step holds whole prompt groups where their means are taken."""
-    if not mode.needs_prompt_groups or getattr(args, "prompt_groups", "complete") != "complete":
+    if not mode.needs_prompt_groups or args.prompt_groups != "complete":
         return
-    batch_size = getattr(args, "global_batch_size", None)
-    group_size = getattr(args, "n_samples_per_prompt", None)
-    if batch_size is not None and group_size is not None and batch_size % group_size:
+    batch_size, group_size = args.global_batch_size, args.n_samples_per_prompt
+    if batch_size and group_size and batch_size % group_size:  # 0, None: not known yet
         raise UserError(
             f"--loss-aggregation {mode.name} needs whole prompt groups in each optimizer step: global_batch_size "
             f"must be a multiple of n_samples_per_prompt; got {batch_size} and {group_size}"

@@ -4,8 +4,8 @@ import re
 from importlib import metadata
 from typing import Any
 
-from miles.utils.argument_groups.tracking import TRACKING
 from miles.utils.errors import UserError
+from miles.utils.options.run import TRACKING
 
 MINIMUM_VERSIONS = {"tensorboard": "2.18", "wandb": "0.28"}
 """Oldest release of each package that works here; its extra has the package's name. Older TensorBoards do not read

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import MODES
-from miles.utils.argument_groups import ManualHelpFormatter, reset_arg
 from miles.utils.arguments import build_parser, miles_validate_args
 from miles.utils.errors import UserError
 from miles.utils.loss_aggregation_args import resolve_loss_aggregation_args
+from miles.utils.options.declare import ManualHelpFormatter, reset_arg
 
 TRAINING_OPTIONS = (
     *("--n-samples-per-prompt", "--global-batch-size", "--prompt-groups", "--loss-weight-normalization"),

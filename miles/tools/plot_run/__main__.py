@@ -9,9 +9,9 @@ from miles.tools.figure_style import check_figure_path, require_matplotlib, save
 from miles.tools.plot_run.figure import draw_runs
 from miles.tools.plot_run.runs import group_runs, read_runs
 from miles.tools.plot_run.table import describe_groups
-from miles.utils.argument_groups.common import ManualHelpFormatter
 from miles.utils.command_line import run_tool
 from miles.utils.errors import UserError
+from miles.utils.options.declare import ManualHelpFormatter
 from miles.utils.run_files import ARGUMENTS_NAME, METRICS_NAME, console_logging
 
 _DESCRIPTION = (

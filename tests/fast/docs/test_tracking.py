@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from miles.tools.plot_run.styles import DASHES, MAX_GROUPS
-from miles.utils.argument_groups.tracking import TRACKING
 from miles.utils.arguments import build_parser
+from miles.utils.options.run import TRACKING
 from miles.utils.tracking import tensorboard_tracker, wandb_tracker
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tracking.md").read_text()

@@ -8,13 +8,16 @@ import sys
 import pytest
 
 from miles.rollout.rm_hub import REWARDS
-from miles.utils.argument_groups import RM_TYPES
-from miles.utils.argument_groups.embedded import EMBEDDED_TASK_DEFAULTS, TASK_DEPENDENT_DEFAULTS
 from miles.utils.arguments import build_parser, get_miles_extra_args_provider, miles_validate_args, parse_args
+from miles.utils.options import Options
+from miles.utils.options.data import TASK_DEPENDENT_DEFAULTS
+from miles.utils.options.declare import choices
 
 # What the rest of the package reads from the namespace, and what `python train.py` gives it without an option.
 RESOLVED_DEFAULTS = {
-    **EMBEDDED_TASK_DEFAULTS,
+    **{"num_rollout": 100, "rollout_batch_size": 32, "n_samples_per_prompt": 8, "rollout_temperature": 1.0},
+    **{"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 2048},
+    **{"lr": 2e-3, "lr_warmup_iters": 0, "weight_decay": 0.0, "clip_grad": 1.0},
     **{"loss_aggregation": "sample_mean", "loss_aggregation_divisor": None, "calculate_per_token_loss": False},
     **{"loss_weight_normalization": "weights", "aux_loss_aggregation": "sample_mean"},
     **{"tis_type": "truncated", "rejected_tokens": "drop"},
@@ -41,8 +44,8 @@ RESOLVED_DEFAULTS = {
 }
 
 
-def test_built_in_rewards_are_those_of_the_rollout_room():
-    assert set(RM_TYPES) == set(REWARDS)
+def test_built_in_rewards_are_those_of_the_option():
+    assert set(choices(Options, "rm_type")) == set(REWARDS)
 
 
 def provided_parser(parser=None):
@@ -53,8 +56,7 @@ def provided_parser(parser=None):
 
 def test_the_resolved_namespace_without_options():
     args = vars(parse_args([]))
-    batch = EMBEDDED_TASK_DEFAULTS["rollout_batch_size"] * EMBEDDED_TASK_DEFAULTS["n_samples_per_prompt"]
-    assert args.pop("global_batch_size") == batch
+    assert args.pop("global_batch_size") == 32 * 8
     for name, (embedded, _) in TASK_DEPENDENT_DEFAULTS.items():
         assert args.pop(name) == embedded
     assert args == RESOLVED_DEFAULTS
@@ -136,7 +138,7 @@ def test_argparse_refuses_with_status_2(argv, message, capsys):
 def test_help_explains_every_option_in_a_titled_group():
     parser = build_parser()
     ungrouped = [action.option_strings for action in parser._optionals._group_actions]
-    assert ungrouped == [["-h", "--help"]]
+    assert ungrouped == [["-h", "--help"], ["--version"]]
     assert all(action.help for action in parser._actions)
     assert all(group.title for group in parser._action_groups)
 
@@ -144,7 +146,7 @@ def test_help_explains_every_option_in_a_titled_group():
 def test_help_tells_defaults_papers_and_units():
     words = " ".join(build_parser().format_help().split())
     for text in (
-        f"peak learning rate (default: {EMBEDDED_TASK_DEFAULTS['lr']})",
+        "peak learning rate (default: 0.002)",
         "samples (not prompts) in one optimizer step, over all processes. Unset: from --num-steps-per-rollout",
         "the fixed length L of constant, in tokens",
         "GRPO, arXiv:2402.03300",

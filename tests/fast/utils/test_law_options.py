@@ -1,62 +1,61 @@
-"""The options that change the law's masks, weights and units: values, combinations, YAML and help."""
+"""The options that change masks, weights and normalizers: values, combinations, YAML and help."""
 
 import argparse
 
 import pytest
 
 from miles.backends.training_utils.loss_hub.corrections import BUILT_IN
-from miles.utils.argument_groups import LAW_CHOICES
-from miles.utils.arguments import _validate_loss_aggregation_args, build_parser, miles_validate_args, parse_args
+from miles.utils.arguments import build_parser, miles_validate_args, parse_args
 from miles.utils.errors import UserError
+from miles.utils.loss_aggregation_args import CHOICES
+from tests.fast.utils.conftest import resolve_and_validate
 
 
 def option(name):
     return "--" + name.replace("_", "-")
 
 
-def test_built_in_corrections_are_those_of_the_loss_room():
-    assert set(LAW_CHOICES["tis_type"]) == set(BUILT_IN)
+def test_built_in_corrections_are_those_of_the_loss():
+    assert set(CHOICES["tis_type"]) == set(BUILT_IN)
 
 
-@pytest.mark.parametrize("name", LAW_CHOICES)
+@pytest.mark.parametrize("name", CHOICES)
 def test_every_value_from_the_command_line_and_from_a_file(name, parse):
-    for value in LAW_CHOICES[name]:
+    for value in CHOICES[name]:
         assert getattr(parse_args([option(name), value]), name) == value
-        for given in LAW_CHOICES[name]:
+        for given in CHOICES[name]:
             assert getattr(parse(f"{name}: {value}", option(name), given), name) == value, "the file wins"
 
 
-@pytest.mark.parametrize("name", LAW_CHOICES)
+@pytest.mark.parametrize("name", CHOICES)
 def test_values_that_an_option_does_not_have(name, parse, capsys):
     with pytest.raises(SystemExit):
         parse_args([option(name), "other"])
     assert f"argument {option(name)}: invalid choice: 'other'" in capsys.readouterr().err
-    with pytest.raises(
-        UserError, match=rf"{name} \({option(name)}\) must be one of {LAW_CHOICES[name][0]}, .*'other'"
-    ):
+    with pytest.raises(UserError, match=rf"{name} \({option(name)}\) must be one of {CHOICES[name][0]}, .*'other'"):
         parse(f"{name}: other")
     with pytest.raises(UserError, match=rf"{name} \({option(name)}\) must be a string; got 3 \(int\)"):
         parse(f"{name}: 3")
 
 
 @pytest.mark.parametrize("value", ["other", "", None, True, ["drop"], "Drop"])
-@pytest.mark.parametrize("name", LAW_CHOICES)
+@pytest.mark.parametrize("name", CHOICES)
 def test_a_host_namespace_with_a_value_that_an_option_does_not_have(name, value):
     for args in (
         argparse.Namespace(**{name: value}),
         argparse.Namespace(loss_aggregation="token_mean", **{name: value}),
     ):
-        with pytest.raises(UserError, match=rf"^{option(name)} must be one of {', '.join(LAW_CHOICES[name])}; got"):
-            _validate_loss_aggregation_args(args)
+        with pytest.raises(UserError, match=rf"^{option(name)} must be one of {', '.join(CHOICES[name])}; got"):
+            resolve_and_validate(args)
 
 
 def test_an_older_host_namespace_gets_the_defaults():
     bare = argparse.Namespace(loss_aggregation="sample_mean")
-    _validate_loss_aggregation_args(bare)
-    assert not LAW_CHOICES.keys() & vars(bare).keys(), "validation alone adds nothing; the code has the same defaults"
+    resolve_and_validate(bare)
+    assert not CHOICES.keys() & vars(bare).keys(), "validation alone adds nothing; the code has the same defaults"
     args = argparse.Namespace(rollout_batch_size=6, n_samples_per_prompt=2)
     miles_validate_args(args)
-    assert {name: getattr(args, name) for name in LAW_CHOICES} == {k: values[0] for k, values in LAW_CHOICES.items()}
+    assert {name: getattr(args, name) for name in CHOICES} == {k: values[0] for k, values in CHOICES.items()}
 
 
 # ---- auxiliary terms ------------------------------------------------------------------------------------------------
@@ -84,7 +83,7 @@ def test_a_file_may_say_either(parse):
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "constant"])
 def test_other_modes_take_them_either_way(mode):
     divisor = ["--loss-aggregation-divisor", "8"] if mode == "constant" else []
-    for aux in LAW_CHOICES["aux_loss_aggregation"]:
+    for aux in CHOICES["aux_loss_aggregation"]:
         args = parse_args(
             ["--loss-aggregation", mode, *divisor, "--entropy-coef", "0.1", "--aux-loss-aggregation", aux]
         )
@@ -94,7 +93,7 @@ def test_other_modes_take_them_either_way(mode):
 # ---- bounds of a correction -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tis_type", LAW_CHOICES["tis_type"])
+@pytest.mark.parametrize("tis_type", CHOICES["tis_type"])
 def test_bounds(tis_type):
     def parse_bounds(low, high):
         return parse_args(["--use-tis", "--tis-type", tis_type, "--tis-clip-low", low, "--tis-clip", high])

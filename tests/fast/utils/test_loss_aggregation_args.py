@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from miles.backends.training_utils.loss_aggregation import MODES
-from miles.utils.arguments import _validate_loss_aggregation_args, parse_args
+from miles.utils.arguments import parse_args
 from miles.utils.errors import UserError
+from tests.fast.utils.conftest import resolve_and_validate
 
 
 def resolved(**values):
-    args = argparse.Namespace(**values)
-    _validate_loss_aggregation_args(args)
-    return args
+    return resolve_and_validate(argparse.Namespace(**values))
 
 
 def expect_refusal(message, **values):
@@ -42,13 +41,13 @@ def test_both_spellings_resolve_to_one_choice(given, mode, per_token):
     assert (args.loss_aggregation, args.calculate_per_token_loss) == (mode, per_token)
     assert args.loss_aggregation_divisor == given.get("loss_aggregation_divisor")
     before = dict(vars(args))
-    _validate_loss_aggregation_args(args)
+    resolve_and_validate(args)
     assert vars(args) == before, "resolving twice changes nothing"
 
 
 def test_a_namespace_of_any_class_will_do():
     args = SimpleNamespace(calculate_per_token_loss=True)
-    _validate_loss_aggregation_args(args)
+    resolve_and_validate(args)
     assert args.loss_aggregation == "token_mean"
 
 
