@@ -9,13 +9,18 @@ import argparse
 import dataclasses
 import textwrap
 import types
+from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 PLUGIN = "MODULE.FUNCTION"
 """Metavar of an option that names a function of one's own; validation imports it."""
 
 
-def option(default: Any, help: str, *, flag: str | None = None, metavar: str | None = None) -> Any:
+Text = str | Callable[[], str]
+"""Part of a help text, or a function that writes it when the parser is built."""
+
+
+def option(default: Any, help: Text, *, flag: str | None = None, metavar: Text | None = None) -> Any:
     """Declare a field of a dataclass as an option.
 
     Args:
@@ -47,11 +52,13 @@ def add_option_group(parser: argparse.ArgumentParser, title: str, group: type) -
     target = parser.add_argument_group(title, " ".join((group.__doc__ or "").split()))
     hints = get_type_hints(group)
     for field in dataclasses.fields(group):
-        flag, metavar = field.metadata["flag"] or option_string(field.name), field.metadata["metavar"]
         keywords = _type_keywords(_without_none(hints[field.name]), field.default)
-        if metavar is not None:
-            keywords["metavar"] = metavar
-        reset_arg(target, flag, dest=field.name, default=field.default, help=field.metadata["help"], **keywords)
+        for key in ("help", "metavar"):
+            text = field.metadata[key]
+            if text is not None:
+                keywords[key] = text() if callable(text) else text
+        flag = field.metadata["flag"] or option_string(field.name)
+        reset_arg(target, flag, dest=field.name, default=field.default, **keywords)
 
 
 def _without_none(hint: Any) -> Any:

@@ -17,8 +17,8 @@ class AggregationOptions:
     # No choices: validation reports an unknown mode in the same words from the command line and from YAML.
     loss_aggregation: str = option(
         next(iter(MODES)),
-        ". ".join(f"{mode.name}: {mode.summary} ({mode.source})" for mode in MODES.values()),
-        metavar="{" + ",".join(MODES) + "}",
+        lambda: ". ".join(f"{mode.name}: {mode.summary} ({mode.source})" for mode in MODES.values()),
+        metavar=lambda: "{" + ",".join(MODES) + "}",
     )
     loss_aggregation_divisor: float | None = option(
         None,
