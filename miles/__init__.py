@@ -21,8 +21,8 @@ if TYPE_CHECKING:
         mask_sums,
         prompt_denominators,
     )
+    from miles.backends.training_utils.loss_hub.custom_reducer import ReducerContext
     from miles.backends.training_utils.loss_hub.pg_loss_reducer import get_pg_loss_reducer
-    from miles.backends.training_utils.loss_hub.reducer_context import ReducerContext
     from miles.ray.rollout.dp_split import split_train_data_by_dp
     from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
     from miles.utils.types import RolloutBatch, Sample
@@ -52,7 +52,7 @@ _HOMES = {
     "MODES": _AGGREGATION,
     "LossAggregation": _AGGREGATION,
     "Reducer": _AGGREGATION,
-    "ReducerContext": "miles.backends.training_utils.loss_hub.reducer_context",
+    "ReducerContext": "miles.backends.training_utils.loss_hub.custom_reducer",
     "RolloutBatch": "miles.utils.types",
     "RowTotals": _AGGREGATION,
     "Sample": "miles.utils.types",

@@ -49,8 +49,8 @@ MUTANTS = [
     Mutant(
         "divide by the local count",
         f"{LAYER}/loss.py",
-        "loss, global_num_tokens=mode.normalizer(term.counts), data_parallel_size=state.intra_dp.size",
-        "loss,\n            global_num_tokens=max(int(get_active_token_count(batch['loss_masks'])), 1),\n"
+        "loss, global_num_tokens=normalizer, data_parallel_size=state.intra_dp.size",
+        "loss,\n            global_num_tokens=max(int(get_active_token_count(term.responses.batch['loss_masks'])), 1),\n"
         "            data_parallel_size=state.intra_dp.size,",
     ),
     Mutant(
@@ -106,15 +106,15 @@ MUTANTS = [
     Mutant(
         "cp factor missing",
         f"{LAYER}/loss.py",
-        "        return loss * state.cp.size",
-        "        return loss",
+        "            return loss * state.cp.size * (",
+        "            return loss * (",
         (f"{MEGATRON}[dp2]", f"{MEGATRON}[cp2]"),
     ),
     Mutant(
         "cp factor doubled",
         f"{LAYER}/loss.py",
-        "        return loss * state.cp.size",
-        "        return loss * state.cp.size * state.cp.size",
+        "            return loss * state.cp.size * (",
+        "            return loss * state.cp.size * state.cp.size * (",
         (f"{MEGATRON}[dp2]", f"{MEGATRON}[cp2]"),
     ),
     Mutant(
@@ -176,11 +176,11 @@ MUTANTS = [
     Mutant(
         "count the micro-batch's kept tokens",
         f"{LAYER}/loss_term.py",
-        '            return cls(weights, *totals, batch["term_counts"])',
-        "            masks = batch.get('kept_masks', batch['loss_masks'])\n"
+        "            return cls(responses, weights, totals, of_rollouts, tokens, of_prompts, counts)",
+        "            args, masks = responses.args, batch.get('kept_masks', batch['loss_masks'])\n"
         "            local = counted_sums(args, counted_masks(args, batch['loss_masks'], masks), weights)\n"
-        "            counts = StepCounts(*list(vars(batch['term_counts']).values())[:2], local.sum().item() or 1)\n"
-        "            return cls(weights, *totals, counts)",
+        "            counts = StepCounts(counts.num_samples, counts.num_prompts, local.sum().item() or 1)\n"
+        "            return cls(responses, weights, totals, of_rollouts, tokens, of_prompts, counts)",
         CHANGED,
     ),
     Mutant(
@@ -207,14 +207,14 @@ MUTANTS = [
     Mutant(
         "keep behaves as drop",
         f"{LAYER}/loss_term.py",
-        '    return kept_masks if getattr(args, "rejected_tokens", "drop") == "drop" else loss_masks',
+        '    return kept_masks if args.rejected_tokens == "drop" else loss_masks',
         "    return kept_masks",
         CHANGED,
     ),
     Mutant(
         "tokens behaves as weights",
         f"{LAYER}/loss_term.py",
-        '    if weights is None or getattr(args, "loss_weight_normalization", "weights") == "tokens":',
+        '    if weights is None or args.loss_weight_normalization == "tokens":',
         "    if weights is None:",
         CHANGED,
     ),
@@ -234,9 +234,9 @@ MUTANTS = [
     ),
     Mutant(
         "auxiliary terms never match",
-        f"{LAYER}/loss_hub/policy_reducers.py",
-        '    return getattr(args, "aux_loss_aggregation", "sample_mean") == "match"',
-        "    return False",
+        f"{LAYER}/loss_hub/pg_loss_reducer.py",
+        'auxiliary=pg if args.aux_loss_aggregation == "match" else kept',
+        "auxiliary=kept",
         CHANGED,
     ),
     Mutant(
@@ -256,8 +256,8 @@ MUTANTS = [
     Mutant(
         "Megatron divides by active tokens, the term by others",
         f"{LAYER}/loss.py",
-        "            return loss * state.cp.size * (1 if counts is None else counts.num_tokens / ",
-        "            return loss * state.cp.size * (1 if counts is None else 1 or ",
+        "* (counts.num_tokens / normalizer)",
+        "* 1",
         (f"{MEGATRON_CHANGED}[dp2]",),
     ),
     Mutant(
@@ -291,7 +291,7 @@ MUTANTS = [
     Mutant(
         "weights of rejected tokens",
         f"{LAYER}/step_weights.py",
-        'masks = batch.get("kept_masks", batch["loss_masks"])',
+        'masks = batch["kept_masks" if "kept_masks" in batch else "loss_masks"]',
         'masks = batch["loss_masks"]',
         STEP_FACTS,
     ),

@@ -5,7 +5,6 @@ import importlib
 import inspect
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def load_function(path: str) -> Callable[..., Any]:
     return function
 
 
-def wants_context(args: Namespace) -> bool:
+def wants_context(args: Any) -> bool:
     """Whether the run's custom reducer factory declares the keyword `context`."""
     path = getattr(args, "custom_pg_loss_reducer_function_path", None)
     return path is not None and declares_context(load_function(path))

@@ -1,6 +1,6 @@
 """Zigzag context-parallel slices of responses, and the host's reducer over them.
 
-A sequence is cut into 2 * cp_size equal chunks (the last ones padded) and rank r holds chunks r and
+A sequence is split into 2 * cp_size equal chunks (the last ones padded) and rank r holds chunks r and
 2 * cp_size - 1 - r, which balances causal attention. The logit at position p predicts token p + 1, so rank r owns the
 response tokens whose predicting position lies in its chunks. With one context-parallel rank the two chunks are the
 sequence and nothing, so every function below is the identity there without asking.
@@ -12,7 +12,6 @@ this rank. `qkv_format` is "thd" (rows packed, each padded to its own multiple) 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from miles.backends.training_utils.loss_aggregation import concat, make_packed_r
 from miles.backends.training_utils.parallel import get_parallel_state
 
 Range = tuple[int, int]
-Length = TypeVar("Length", int, Sequence[int])
 
 
 def get_logits_and_tokens_offset_with_cp(
@@ -54,30 +52,38 @@ def get_logits_and_tokens_offset_with_cp(
     if cp_rank is None or cp_size is None:
         cp = get_parallel_state().cp
         cp_rank, cp_size = cp.rank, cp.size
-    padded_length = _padded_length(total_length, qkv_format, max_seq_len)
+    [padded_length] = _padded_lengths([total_length], qkv_format, None if max_seq_len is None else [max_seq_len])
     if cp_size == 1:
-        chunk_size, chunks = padded_length, ((0, padded_length), (padded_length, padded_length))
+        chunk_size = padded_length
+        chunks = (0, padded_length), (padded_length, padded_length)
     else:
         chunk_size = -(-padded_length // (2 * cp_size))
-        mirror = 2 * cp_size - 1 - cp_rank
-        chunks = tuple((index * chunk_size, (index + 1) * chunk_size) for index in (cp_rank, mirror))
+        first, mirror = cp_rank * chunk_size, (2 * cp_size - 1 - cp_rank) * chunk_size
+        chunks = (first, first + chunk_size), (mirror, mirror + chunk_size)
 
     def predicting(chunk: Range) -> Range:
         start, end = max(chunk[0], total_length - response_length - 1, 0), min(chunk[1], total_length - 1)
         return (start, end) if start < end else (0, 0)
 
-    logits = tuple(predicting(chunk) for chunk in chunks)
-    tokens = tuple((start + 1, end + 1) if start < end else (0, 0) for start, end in logits)
-    return chunk_size, chunks, logits, tokens
+    def predicted(positions: Range) -> Range:
+        start, end = positions
+        return (start + 1, end + 1) if start < end else (0, 0)
+
+    logits = predicting(chunks[0]), predicting(chunks[1])
+    return chunk_size, chunks, logits, (predicted(logits[0]), predicted(logits[1]))
 
 
-def _padded_length(total_length: Length, qkv_format: str, max_seq_len: Length | None) -> Length:
-    """Return what a sequence, or each of several, is padded to before it is cut."""
+def _padded_lengths(
+    total_lengths: Sequence[int], qkv_format: str, max_seq_lens: Sequence[int] | None
+) -> Sequence[int]:
+    """Return what each of several sequences is padded to before it is divided into chunks."""
     if qkv_format not in ("thd", "bshd"):
         raise ValueError(f"qkv_format must be 'thd' or 'bshd', got {qkv_format!r}")
-    if qkv_format == "bshd" and max_seq_len is None:
+    if qkv_format == "thd":
+        return total_lengths
+    if max_seq_lens is None:
         raise ValueError("qkv_format 'bshd' needs max_seq_len, the length that rows are padded to")
-    return total_length if qkv_format == "thd" else max_seq_len
+    return max_seq_lens
 
 
 def local_length(total_length: int, qkv_format: str = "thd", max_seq_len: int | None = None) -> int:
@@ -163,7 +169,7 @@ def _local_shares(
         `[B, 5]` int64 lengths of what is elsewhere, here, elsewhere, here and elsewhere, in the response's order.
     """
     cp = get_parallel_state().cp
-    padded = np.asarray(_padded_length(total_lengths, qkv_format, max_seq_lens), dtype=np.int64)
+    padded = np.asarray(_padded_lengths(total_lengths, qkv_format, max_seq_lens), dtype=np.int64)
     if cp.size == 1:
         return None
     totals, responses = np.asarray(total_lengths, dtype=np.int64), np.asarray(response_lengths, dtype=np.int64)
@@ -180,7 +186,7 @@ def _local_shares(
 
 
 def _keep_shares(packed: torch.Tensor, shares: np.ndarray) -> tuple[torch.Tensor, list[int]]:
-    """Cut B packed responses to this rank's tokens, in one gather; return them and their B lengths T_i."""
+    """Reduce B packed responses to this rank's tokens, in one gather; return them and their B lengths T_i."""
     here = np.resize([False, True, False, True, False], shares.size)
     index = send(np.flatnonzero(np.repeat(here, shares.ravel())), packed.device)
     return packed.index_select(0, index), (shares[:, 1] + shares[:, 3]).tolist()
@@ -268,8 +274,9 @@ def get_sum_of_sample_mean(
     shares = _local_shares(total_lengths, response_lengths, qkv_format, max_seq_lens)
     mask = concat(loss_masks)
     lengths = send(response_lengths, mask.device, dtype=torch.int64)
+    denominators: torch.Tensor | float
     if calculate_per_token_loss:
-        denominators = 1
+        denominators = 1.0
     elif constant_divisor is not None:
         denominators = constant_divisor
     elif sample_denoms is not None:
@@ -288,6 +295,7 @@ def as_row_tensor(
     """Return per-row scalars as one `[B]` tensor on the device of `like`, in a single transfer."""
     if isinstance(values, torch.Tensor):
         return values.to(like[0].device) if like else values
-    if values and isinstance(values[0], torch.Tensor):
-        return torch.stack([value.reshape(()) for value in values])
+    tensors = [value.reshape(()) for value in values if isinstance(value, torch.Tensor)]
+    if tensors and len(tensors) == len(values):
+        return torch.stack(tensors)
     return send(list(values), like[0].device if like else torch.device("cpu"))

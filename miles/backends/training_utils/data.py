@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from miles.backends.training_utils.loss import get_token_counts_by_step
 from miles.backends.training_utils.loss_aggregation import StepCounts
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.number_lists import flat_tensor
+from miles.utils.options import Options
 from miles.utils.seqlen_balancing import pack_by_token_budget
 from miles.utils.types import SHARD_COLUMNS, RolloutBatch
 
@@ -167,7 +167,7 @@ def _blank_entry(key: str, column: list[Any] | torch.Tensor) -> list[Any] | torc
     return [0 if key.endswith("_lengths") else None]
 
 
-def get_data_iterator(args: Namespace, model: Any, rollout_data: RolloutBatch) -> tuple[list[DataIterator], list[int]]:
+def get_data_iterator(args: Options, model: Any, rollout_data: RolloutBatch) -> tuple[list[DataIterator], list[int]]:
     """Schedule the rank's rows into micro-batches.
 
     Fixed schedule: `args.micro_batch_size` rows each, in order. With `args.use_dynamic_batch_size`: as few as fit
@@ -183,7 +183,7 @@ def get_data_iterator(args: Namespace, model: Any, rollout_data: RolloutBatch) -
     Returns:
         One iterator for each virtual pipeline stage, and the number of micro-batches of each step.
     """
-    state = get_parallel_state()
+    args, state = Options.of(args), get_parallel_state()
     step_row_counts = rollout_data["step_row_counts"]
     schedule, start = [], 0
     for num_rows in step_row_counts:
@@ -202,9 +202,10 @@ def get_data_iterator(args: Namespace, model: Any, rollout_data: RolloutBatch) -
     return [DataIterator(rollout_data, indices, step_counts) for _ in range(state.vpp_size or 1)], num_microbatches
 
 
-def _micro_batches(args: Namespace, lengths: Sequence[int], cp_size: int) -> list[list[int]]:
+def _micro_batches(args: Options, lengths: Sequence[int], cp_size: int) -> list[list[int]]:
     """Return the row positions of each micro-batch of one step, at least one (maybe empty) micro-batch."""
     if args.use_dynamic_batch_size:
+        assert args.max_tokens_per_gpu is not None  # validation demands it
         micro_batches = pack_by_token_budget(lengths, args.max_tokens_per_gpu * cp_size)
     else:
         size = args.micro_batch_size

@@ -6,7 +6,6 @@ A metric is a pair of a sum and a count until the last moment; pairs add up over
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from miles.backends.training_utils.data import DataIterator
 from miles.backends.training_utils.loss_aggregation import concat
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _sums_and_normalizers(
     return values, normalizers.to(torch.float64 if normalizers.is_floating_point() else torch.int64)
 
 
-def log_rollout_data(rollout_id: int, args: Namespace, rollout_data: RolloutBatch) -> dict[str, float]:
+def log_rollout_data(rollout_id: int, args: Options, rollout_data: RolloutBatch) -> dict[str, float]:
     """Return (and log on the first rank) the means of the rollout's columns over all ranks.
 
     Only the columns named above are metrics; whatever else travels with the rows is left alone. Where a rollout is
@@ -115,6 +115,8 @@ def log_rollout_data(rollout_id: int, args: Namespace, rollout_data: RolloutBatc
         column = rollout_data.get(key)
         if column is None:
             continue
+        total: Any
+        count: Any
         if key in TOKEN_METRICS:
             total, count = _sample_mean_sum(args, rollout_data, column) * state.cp.size, rollout_counts.sum()
         elif key in ROLLOUT_METRICS:
@@ -131,7 +133,7 @@ def log_rollout_data(rollout_id: int, args: Namespace, rollout_data: RolloutBatc
     return metrics
 
 
-def _sample_mean_sum(args: Namespace, rollout_data: RolloutBatch, column: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sample_mean_sum(args: Options, rollout_data: RolloutBatch, column: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum over rollouts of token means, this rank's rows and context-parallel share of it."""
     reducer = get_sum_of_sample_mean(
         rollout_data["total_lengths"],
@@ -147,7 +149,7 @@ def _sample_mean_sum(args: Namespace, rollout_data: RolloutBatch, column: Sequen
 def aggregate_forward_results(
     forward_data_store: Sequence[dict[str, list[torch.Tensor]]],
     data_iterator: DataIterator,
-    args: Namespace,
+    args: Options,
     store_prefix: str = "",
 ) -> dict[str, list[torch.Tensor]]:
     """Put per-row results of forward-only micro-batches back into the rank's row order.
@@ -177,7 +179,7 @@ def aggregate_forward_results(
 
 
 def log_train_step(
-    args: Namespace,
+    args: Options,
     loss_dict: dict[str, float],
     grad_norm: float,
     rollout_id: int,

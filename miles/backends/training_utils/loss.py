@@ -12,20 +12,20 @@ what they are given differently, and this is the one place that undoes it:
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from miles.backends.training_utils.cp_utils import as_row_tensor, get_local_response_loss_masks
-from miles.backends.training_utils.loss_aggregation import LossAggregation, Reducer, StepCounts, mask_sums
+from miles.backends.training_utils.cp_utils import as_row_tensor
+from miles.backends.training_utils.loss_aggregation import LossAggregation, StepCounts, mask_sums
 from miles.backends.training_utils.loss_hub.advantages import compute_advantages, normalize_advantages
 from miles.backends.training_utils.loss_hub.losses import get_loss_function
-from miles.backends.training_utils.loss_hub.policy_reducers import sample_mean, token_sum
+from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.loss_term import LossTerm
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 
 LogDict = dict[str, Any]
@@ -55,13 +55,13 @@ def get_token_counts_by_step(
         step_row_counts = [len(loss_masks) // num_steps] * num_steps
     if len(step_row_counts) != num_steps or sum(step_row_counts) != len(loss_masks):
         raise ValueError(
-            f"step_row_counts {list(step_row_counts)} do not cut {len(loss_masks)} rows in {num_steps} steps"
+            f"step_row_counts {list(step_row_counts)} do not divide {len(loss_masks)} rows into {num_steps} steps"
         )
     return torch.stack([part.sum() for part in mask_sums(loss_masks).split(list(step_row_counts))])
 
 
 def scale_data_parallel_token_mean_loss(
-    loss: torch.Tensor, *, global_num_tokens: int | torch.Tensor, data_parallel_size: int
+    loss: torch.Tensor, *, global_num_tokens: float | torch.Tensor, data_parallel_size: int
 ) -> torch.Tensor:
     """Return loss * data_parallel_size / M, for a backend that averages gradients over data-parallel ranks.
 
@@ -79,7 +79,7 @@ def scale_data_parallel_token_mean_loss(
 
 
 def loss_function(
-    args: Namespace,
+    args: Options,
     batch: RolloutBatch,
     num_microbatches: int,
     logits: torch.Tensor,
@@ -104,22 +104,22 @@ def loss_function(
     Raises:
         ValueError: a column is missing, or the mode does not exist.
     """
+    args = Options.of(args)
     per_token = LossAggregation.of(args).counts_tokens
-    term = LossTerm.of(args, batch)
-    reducer = default_reducer(args, batch, term)
-    loss, metrics = _checked_loss(args, get_loss_function(args)(args, batch, logits, reducer))
+    term = LossTerm.of(Responses(args, batch))
+    loss, metrics = _checked_loss(args, get_loss_function(args)(args, batch, logits, term.default_reducer()))
     if args.loss_type == "custom_loss" or not loss.requires_grad:
         # Every micro-batch has to reach every parameter, or the other ranks wait for its gradients. A sum over no
         # elements is 0 with a zero gradient, whatever the logits hold; it costs a gradient as large as the logits.
         loss = loss + logits.reshape(-1)[:0].sum()
     num_tokens = get_active_token_count(batch["loss_masks"]).to(logits.device)
     normalizer = num_tokens if per_token else torch.ones_like(num_tokens)
-    scaled = _scale(args, batch, term, loss, num_microbatches, megatron=apply_megatron_loss_scaling)
+    scaled = _scale(term, loss, num_microbatches, megatron=apply_megatron_loss_scaling)
     sums = {"tokens": num_tokens, "term": term.row_totals.sum().to(logits.device)}
     return scaled, normalizer, _log_dict(metrics, _num_samples(batch), sums, plain_is_term=per_token)
 
 
-def _checked_loss(args: Namespace, result: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+def _checked_loss(args: Options, result: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """Return a loss function's result, after holding a custom one to its contract."""
     if args.loss_type != "custom_loss":
         return result
@@ -133,41 +133,20 @@ def _checked_loss(args: Namespace, result: Any) -> tuple[torch.Tensor, Mapping[s
     return result[0].reshape(()), result[1]
 
 
-def default_reducer(args: Namespace, batch: RolloutBatch, term: LossTerm) -> Reducer:
-    """Build the reducer that a loss gets: under `token_mean` the token sum, else the sample mean (over rollouts).
-
-    Args:
-        args: Reads the mode and `qkv_format`.
-        batch: Micro-batch, of whose "loss_masks" every active token is summed.
-        term: The micro-batch's main term, whose loss weights, if any, multiply the values.
-    """
-    masks = batch["loss_masks"]
-    if LossAggregation.of(args).counts_tokens:
-        return term.weigh(args, batch, token_sum(args, batch, masks))
-    divisors = batch.get("rollout_mask_sums") if term.weights is None else term.rollout_totals
-    return term.weigh(args, batch, sample_mean(args, batch, masks, divisors))
-
-
-def _scale(
-    args: Namespace,
-    batch: RolloutBatch,
-    term: LossTerm,
-    loss: torch.Tensor,
-    num_microbatches: int,
-    *,
-    megatron: bool,
-) -> torch.Tensor:
+def _scale(term: LossTerm, loss: torch.Tensor, num_microbatches: int, *, megatron: bool) -> torch.Tensor:
     """Apply the backend's factor of the module docstring."""
-    state, mode = get_parallel_state(), LossAggregation.of(args)
-    counts: StepCounts | None = batch.get("step_counts")
+    args, state = term.responses.args, get_parallel_state()
+    counts: StepCounts | None = term.responses.batch.get("step_counts")
+    mode = LossAggregation.of(args)
     if mode.counts_tokens:
+        if counts is None or term.counts is None:  # the caller divides by M
+            return loss * state.cp.size if megatron else loss
+        normalizer = mode.normalizer(term.counts)
         if megatron:
             # Megatron divides by the active tokens, M; the term may count others.
-            return loss * state.cp.size * (1 if counts is None else counts.num_tokens / mode.normalizer(term.counts))
-        if counts is None:
-            return loss
+            return loss * state.cp.size * (counts.num_tokens / normalizer)
         return scale_data_parallel_token_mean_loss(
-            loss, global_num_tokens=mode.normalizer(term.counts), data_parallel_size=state.intra_dp.size
+            loss, global_num_tokens=normalizer, data_parallel_size=state.intra_dp.size
         )
     num_samples = args.global_batch_size if counts is None else counts.num_samples
     factor = num_microbatches * state.intra_dp_cp.size if megatron else state.intra_dp.size
@@ -192,8 +171,8 @@ def _log_dict(
     `sums` are the micro-batch's active "tokens" and what the main "term" counts of them.
     """
     device = sums["tokens"].device
-    by_token = getattr(metrics, "token_normalized", frozenset())
-    by_term = getattr(metrics, "term_normalized", frozenset(metrics) if plain_is_term else frozenset())
+    by_token: frozenset[str] = getattr(metrics, "token_normalized", frozenset())
+    by_term: frozenset[str] = getattr(metrics, "term_normalized", frozenset(metrics) if plain_is_term else frozenset())
     values = [torch.as_tensor(value, dtype=torch.float32, device=device).detach() for value in metrics.values()]
     samples = torch.as_tensor(num_samples, dtype=torch.int64, device=device)
     if not by_token and not by_term:
@@ -206,7 +185,7 @@ def _log_dict(
     return {"keys": list(metrics), "values": torch.stack(values), "normalizers": normalizers}
 
 
-def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) -> None:
+def compute_advantages_and_returns(args: Options, rollout_data: RolloutBatch) -> None:
     """Add "advantages" and "returns" to the rank's rows, in place.
 
     Args:
@@ -217,13 +196,8 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
     Raises:
         ValueError: unknown estimator.
     """
-    masks = get_local_response_loss_masks(
-        rollout_data["total_lengths"],
-        rollout_data["response_lengths"],
-        rollout_data["loss_masks"],
-        args.qkv_format,
-        rollout_data.get("max_seq_lens"),
-    )
+    args = Options.of(args)
+    masks = Responses(args, rollout_data).masks
     rewards = as_row_tensor(rollout_data["rewards"], like=masks).float()
     advantages = compute_advantages(args.advantage_estimator, rewards, masks)
     if args.normalize_advantages:

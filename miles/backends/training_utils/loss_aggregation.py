@@ -138,15 +138,15 @@ class LossAggregation:
     def of(args: Any) -> LossAggregation:
         """Return the mode that a namespace asks for.
 
-        A namespace without `loss_aggregation` is a legacy one, where `calculate_per_token_loss` chooses between
-        `token_mean` and `sample_mean`.
+        The default is `sample_mean`, and the legacy `calculate_per_token_loss` makes `token_mean` of it.
 
         Raises:
             ValueError: the namespace names a mode that does not exist.
         """
         name = getattr(args, "loss_aggregation", None)
-        if name is None:
-            name = "token_mean" if getattr(args, "calculate_per_token_loss", False) else "sample_mean"
+        name = "sample_mean" if name is None else name
+        if name == "sample_mean" and getattr(args, "calculate_per_token_loss", False):
+            name = "token_mean"
         if name not in MODES:
             raise ValueError(f"Unknown --loss-aggregation mode {name!r}; choose one of {', '.join(MODES)}")
         return MODES[name]
@@ -310,8 +310,13 @@ def make_packed_reducer(mask: torch.Tensor, lengths: torch.Tensor, *, denominato
 
 def taking_stacks(reducer: Reducer) -> Reducer:
     """Mark a reducer that maps `[K, T]` to `[K]`, too, and return it."""
-    reducer.takes_stacks = True
+    vars(reducer)["takes_stacks"] = True
     return reducer
+
+
+def takes_stacks(reducer: Reducer) -> bool:
+    """Whether a reducer maps `[K, T]` to `[K]`, too."""
+    return getattr(reducer, "takes_stacks", False)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ them. Shapes: B rows, T tokens of them on this rank.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,16 +27,18 @@ import torch
 
 from miles.backends.training_utils.cp_utils import as_row_tensor
 from miles.backends.training_utils.loss_aggregation import (
+    LossAggregation,
     Reducer,
     RowTotals,
     StepCounts,
     concat,
     mask_sums,
+    takes_stacks,
     taking_stacks,
 )
 from miles.backends.training_utils.loss_hub.math_utils import row_sums
-from miles.backends.training_utils.loss_hub.responses import slice_rows
-from miles.utils.types import RolloutBatch
+from miles.backends.training_utils.loss_hub.responses import Responses
+from miles.utils.options import Options
 
 TERM_COLUMNS = ("row_totals", "rollout_totals", "rollout_token_totals", "prompt_totals")
 """Columns, one number for each row, that `prepare_loss_terms` adds."""
@@ -72,6 +73,7 @@ class LossTerm:
     """The main term of a micro-batch.
 
     Attributes:
+        responses: The micro-batch.
         weights: w, B whole-response rows of float32, or None for ones.
         row_totals: `[B]` sum of c over each row; int64, float64 where weights count.
         rollout_totals: `[B]` sum of c over each row's rollout: d_i of `sample_mean`.
@@ -80,6 +82,7 @@ class LossTerm:
         counts: N and P of the step, with the sum of c as `num_tokens`; None for a batch that does not know its step.
     """
 
+    responses: Responses
     weights: Sequence[torch.Tensor] | None
     row_totals: torch.Tensor
     rollout_totals: torch.Tensor
@@ -88,7 +91,7 @@ class LossTerm:
     counts: StepCounts | None
 
     @classmethod
-    def of(cls, args: Namespace, batch: RolloutBatch, masks: Sequence[torch.Tensor] | None = None) -> LossTerm:
+    def of(cls, responses: Responses, masks: Sequence[torch.Tensor] | None = None) -> LossTerm:
         """Read the term from a micro-batch.
 
         A batch without the columns of `prepare_loss_terms` takes what it has: the totals that conversion wrote and,
@@ -97,58 +100,70 @@ class LossTerm:
         Raises:
             ValueError: the batch has loss weights and was not prepared.
         """
-        weights = batch.get("loss_weights")
+        batch, weights = responses.batch, responses.batch.get("loss_weights")
         if "row_totals" in batch:
-            totals = [batch.get(key) for key in TERM_COLUMNS]
-            return cls(weights, *totals, batch["term_counts"])
+            totals, of_rollouts, tokens = (batch[key] for key in TERM_COLUMNS[:3])
+            of_prompts, counts = batch.get("prompt_totals"), batch["term_counts"]
+            return cls(responses, weights, totals, of_rollouts, tokens, of_prompts, counts)
         if weights is not None:
             raise ValueError("batch['loss_weights'] needs totals of the whole step; run prepare_loss_terms before it")
-        loss_masks = batch.get("loss_masks", masks)
-        totals = mask_sums(loss_masks if masks is None else counted_masks(args, loss_masks, masks))
-        shared = batch.get("rollout_mask_sums")
-        shared = totals if shared is None else torch.as_tensor(shared, device=totals.device)
-        return cls(None, totals, shared, shared, batch.get("prompt_mask_sums"), batch.get("step_counts"))
+        loss_masks: Sequence[torch.Tensor] = batch.get("loss_masks", masks or ())
+        totals = mask_sums(loss_masks if masks is None else counted_masks(responses.args, loss_masks, masks))
+        of_rollouts = batch.get("rollout_mask_sums")
+        of_rollouts = totals if of_rollouts is None else torch.as_tensor(of_rollouts, device=totals.device)
+        of_prompts, counts = batch.get("prompt_mask_sums"), batch.get("step_counts")
+        return cls(responses, None, totals, of_rollouts, of_rollouts, of_prompts, counts)
 
-    def divisor_totals(self, args: Namespace, batch: RolloutBatch, *, like: Sequence[torch.Tensor]) -> RowTotals:
+    def divisor_totals(self, *, like: Sequence[torch.Tensor]) -> RowTotals:
         """Return what the divisors of the mode are made of, on the device of the rows `like`.
 
         A micro-batch that does not know its step is taken as complete groups: P / N = 1 / n_samples_per_prompt.
         """
+        args = self.responses.args
         counts = self.counts
         if counts is None:
-            counts = StepCounts(num_samples=getattr(args, "n_samples_per_prompt", 1), num_prompts=1, num_tokens=0)
+            counts = StepCounts(num_samples=args.n_samples_per_prompt, num_prompts=1, num_tokens=0)
         return RowTotals(
             samples=as_row_tensor(self.rollout_totals, like=like),
             prompts=None if self.prompt_totals is None else as_row_tensor(self.prompt_totals, like=like),
             counts=counts,
-            divisor=getattr(args, "loss_aggregation_divisor", None),
-            step_samples=batch.get("sample_totals"),
+            divisor=args.loss_aggregation_divisor,
+            step_samples=self.responses.batch.get("sample_totals"),
         )
 
-    def weigh(self, args: Namespace, batch: RolloutBatch, reducer: Reducer) -> Reducer:
+    def default_reducer(self) -> Reducer:
+        """Build the reducer that a loss gets: under `token_mean` the token sum, else the sample mean over rollouts.
+
+        Every active token of "loss_masks" is summed, times its loss weight where there are such.
+        """
+        responses, masks = self.responses, self.responses.batch["loss_masks"]
+        if LossAggregation.of(responses.args).counts_tokens:
+            return self.weigh(responses.token_sum(masks))
+        divisors = responses.batch.get("rollout_mask_sums") if self.weights is None else self.rollout_totals
+        return self.weigh(responses.sample_mean(masks, divisors))
+
+    def weigh(self, reducer: Reducer) -> Reducer:
         """Return x -> reducer(w * x); the reducer itself where there are no weights."""
         if self.weights is None:
             return reducer
-        weights = concat(slice_rows(args, batch, self.weights))
+        weights = concat(self.responses.slice(self.weights))
 
         def weighted(values: torch.Tensor) -> torch.Tensor:
             # A token of weight 0 is out like a masked one, whatever its value, NaN included.
             return reducer(torch.where(weights != 0, values, values.new_zeros(())) * weights)
 
-        return taking_stacks(weighted) if getattr(reducer, "takes_stacks", False) else weighted
+        return taking_stacks(weighted) if takes_stacks(reducer) else weighted
 
 
 def counted_masks(
-    args: Namespace, loss_masks: Sequence[torch.Tensor], kept_masks: Sequence[torch.Tensor]
+    args: Options, loss_masks: Sequence[torch.Tensor], kept_masks: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     """Return the masks whose tokens are counted, k or m, as `--rejected-tokens` says."""
-    return kept_masks if getattr(args, "rejected_tokens", "drop") == "drop" else loss_masks
+    return kept_masks if args.rejected_tokens == "drop" else loss_masks
 
 
-def counted_sums(
-    args: Namespace, masks: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None
-) -> torch.Tensor:
+def counted_sums(args: Options, masks: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None) -> torch.Tensor:
     """Return the sum of c over each row, `[B]`, from `counted_masks`: int64, or float64 where weights count."""
-    if weights is None or getattr(args, "loss_weight_normalization", "weights") == "tokens":
+    if weights is None or args.loss_weight_normalization == "tokens":
         return mask_sums(masks)
-    return row_sums(concat(masks).to(torch.float64) * concat(weights).to(torch.float64), list(masks))
+    return row_sums(concat(masks).to(torch.float64) * concat(weights).to(torch.float64), masks)

@@ -8,7 +8,6 @@ over the rank's rows of each step, and adds up what is counted over all ranks: b
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,20 +17,21 @@ import torch
 from miles.backends.training_utils.data import DataIterator
 from miles.backends.training_utils.loss_aggregation import LossAggregation, StepCounts, concat, mask_sums
 from miles.backends.training_utils.loss_hub.corrections import may_reject, run_correction
-from miles.backends.training_utils.loss_hub.math_utils import sum_by
+from miles.backends.training_utils.loss_hub.custom_correction import refuse_other_losses, refuse_other_masks
+from miles.backends.training_utils.loss_hub.math_utils import split_like, sum_by
 from miles.backends.training_utils.loss_hub.responses import Responses
-from miles.backends.training_utils.loss_hub.step_masks import gather_masks, refuse_other_losses, refuse_other_masks
 from miles.backends.training_utils.loss_term import counted_masks, counted_sums
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.distributed_utils import on_every_rank
 from miles.utils.misc import wants_context
+from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
 
 def prepare_loss_terms(
-    args: Namespace, rollout_data: RolloutBatch, iterators: Sequence[DataIterator], num_microbatches: Sequence[int]
+    args: Options, rollout_data: RolloutBatch, iterators: Sequence[DataIterator], num_microbatches: Sequence[int]
 ) -> None:
     """Add to the rank's rows what `LossTerm` reads, in place; every rank calls this.
 
@@ -48,6 +48,7 @@ def prepare_loss_terms(
     Raises:
         UserError: a custom correction broke its contract, or its masks depend on the micro-batch; on every rank.
     """
+    args = Options.of(args)
     weights = rollout_data.get("loss_weights")
     if not (may_reject(args) or weights is not None or wants_step_samples(args)):
         return
@@ -63,12 +64,12 @@ def prepare_loss_terms(
         iterator.step_facts = [fact for fact, total in zip(facts, num_microbatches, strict=True) for _ in range(total)]
 
 
-def wants_step_samples(args: Namespace) -> bool:
+def wants_step_samples(args: Options) -> bool:
     """Whether the run's reducer reads the totals of all samples of the step: a custom one's context, or a mode's."""
     return wants_context(args) or LossAggregation.of(args).needs_step_samples
 
 
-def is_left_empty(args: Namespace, tokens: Mapping[str, int | float]) -> bool:
+def is_left_empty(args: Options, tokens: Mapping[str, int | float]) -> bool:
     """Whether a step has nothing to take a mean of: `token_mean`, and no token is left that counts.
 
     Args:
@@ -79,7 +80,7 @@ def is_left_empty(args: Namespace, tokens: Mapping[str, int | float]) -> bool:
     return LossAggregation.of(args).counts_tokens and not counted > 0
 
 
-def warn_of_empty_step(args: Namespace, rollout_id: int, step_id: int, tokens: Mapping[str, int | float]) -> None:
+def warn_of_empty_step(args: Options, rollout_id: int, step_id: int, tokens: Mapping[str, int | float]) -> None:
     """Say so where nothing is left of a step, and what becomes of it; `tokens` as in `is_left_empty`."""
     if tokens.get("num_kept_tokens") == 0 < tokens["num_tokens"]:
         is_skipped = is_left_empty(args, tokens)
@@ -101,47 +102,46 @@ def _counts_by_step(iterator: DataIterator, num_microbatches: Sequence[int]) -> 
     return [iterator.step_counts[start] for start in _starts(num_microbatches)]
 
 
-def _kept_masks(args: Namespace, rollout_data: RolloutBatch, iterator: DataIterator) -> list[torch.Tensor]:
+def _kept_masks(args: Options, rollout_data: RolloutBatch, iterator: DataIterator) -> list[torch.Tensor]:
     """Return what the correction leaves of all of the rank's rows; a stage without log-probs keeps the masks."""
     if not get_parallel_state().is_pp_last_stage:
         return on_every_rank(lambda: rollout_data["loss_masks"])
     # A custom correction may fail on one rank alone; a built-in one sums over context-parallel ranks, that fail alike.
     local = on_every_rank(lambda: _local_kept_masks(args, rollout_data, iterator))
-    everything = Responses.of(args, rollout_data)
-    return gather_masks(args, everything, local)
+    return Responses(args, rollout_data).gather(local)
 
 
-def _local_kept_masks(args: Namespace, rollout_data: RolloutBatch, iterator: DataIterator) -> list[torch.Tensor]:
+def _local_kept_masks(args: Options, rollout_data: RolloutBatch, iterator: DataIterator) -> list[torch.Tensor]:
     """Run the correction on each step's rows, and a custom one on parts of them to compare."""
-    path = getattr(args, "custom_tis_function_path", None)
+    path = args.custom_tis_function_path
     local: list[torch.Tensor] = []
     for num_rows in rollout_data["step_row_counts"]:
-        rows = range(len(local), len(local) + num_rows)
+        step = range(len(local), len(local) + num_rows)
         if not num_rows:
             continue
-        _, whole_loss, masks = _run_on(args, rollout_data, rows, fill=1.0)
+        _, whole_loss, masks = _run_on(args, rollout_data, step, fill=1.0)
         local += masks
-        losses = dict(zip(rows, whole_loss.split([mask.numel() for mask in masks]), strict=True))
+        losses = dict(zip(step, split_like(whole_loss, masks), strict=True))
         # Halves differ from the step even where each rank has one micro-batch of it.
-        for part in (rows[::2], rows[1::2]) if path is not None and num_rows > 1 else ():
-            responses, loss, masks = _run_on(args, rollout_data, part, fill=1.0)
-            refuse_other_masks(path, responses, masks, [local[row] for row in part])
-            refuse_other_losses(path, responses, loss, concat([losses[row] for row in part]))
+        for half in (step[::2], step[1::2]) if path is not None and num_rows > 1 else ():
+            responses, loss, masks = _run_on(args, rollout_data, half, fill=1.0)
+            refuse_other_masks(str(path), responses, masks, [local[row] for row in half])
+            refuse_other_losses(str(path), responses, loss, concat([losses[row] for row in half]))
     for rows in iterator.micro_batch_indices if path is not None else ():
         if rows:
             responses, _, masks = _run_on(args, rollout_data, rows, fill=0.0)
-            refuse_other_masks(path, responses, masks, [local[row] for row in rows])
+            refuse_other_masks(str(path), responses, masks, [local[row] for row in rows])
     return local
 
 
 def _run_on(
-    args: Namespace, rollout_data: RolloutBatch, rows: Sequence[int], *, fill: float
+    args: Options, rollout_data: RolloutBatch, rows: Sequence[int], *, fill: float
 ) -> tuple[Responses, torch.Tensor, Sequence[torch.Tensor]]:
     """Run the correction on some rows, with a constant as the loss that is not known yet."""
     batch = DataIterator(rollout_data, [list(rows)], [StepCounts(0, 0, 0)]).get_next()
-    responses = Responses.of(args, batch)
+    responses = Responses(args, batch)
     pg_loss = torch.full(responses.active.shape, fill, device=responses.active.device)
-    loss, masks, _ = run_correction(args, responses, pg_loss)
+    loss, masks, _ = run_correction(responses, pg_loss)
     return responses, loss, masks
 
 

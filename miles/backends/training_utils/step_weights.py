@@ -8,41 +8,24 @@ Shapes: B rows on this rank, T response tokens of them on this context-parallel 
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from miles.backends.training_utils.data import DataIterator
-from miles.backends.training_utils.loss import default_reducer
-from miles.backends.training_utils.loss_aggregation import LossAggregation, Reducer, mask_sums
+from miles.backends.training_utils.loss_aggregation import LossAggregation, StepCounts, mask_sums
 from miles.backends.training_utils.loss_hub.math_utils import row_sums, sum_by
-from miles.backends.training_utils.loss_hub.policy_reducers import build_policy_reducers
-from miles.backends.training_utils.loss_hub.responses import slice_rows
+from miles.backends.training_utils.loss_hub.pg_loss_reducer import PolicyReducers
+from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.loss_term import LossTerm
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.backends.training_utils.step_totals import first_rows, is_left_empty
 from miles.ray.rollout.steps import LONGEST_QUARTER
+from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 
-__all__ = ["describe_steps", "effective_number", "main_reducer", "row_weights", "token_weights"]
 
-
-def main_reducer(args: Namespace, batch: RolloutBatch, masks: Sequence[torch.Tensor]) -> Reducer:
-    """Return the reducer of a loss's main term: the policy-gradient term's, else the one that the loss is given.
-
-    Args:
-        args: Reads `loss_type` and what the reducers read.
-        batch: A micro-batch.
-        masks: B whole-response masks of the tokens that a correction left; only the policy loss has corrections.
-    """
-    given = default_reducer(args, batch, LossTerm.of(args, batch, masks))
-    if getattr(args, "loss_type", "policy_loss") != "policy_loss":
-        return given
-    return build_policy_reducers(args, batch, masks, given).pg
-
-
-def token_weights(args: Namespace, batch: RolloutBatch, masks: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+def token_weights(args: Options, batch: RolloutBatch, masks: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
     """Return the weight of each token in the value of its step, w_it = d value / d x_it.
 
     That is m_it / (d_i Z), times the token's loss weight, or what a custom reducer makes of it.
@@ -58,22 +41,24 @@ def token_weights(args: Namespace, batch: RolloutBatch, masks: Sequence[torch.Te
         `[T]` float64, 0 at tokens that are not summed, and everywhere in a step that is skipped, since nothing is left
         to divide by. Rows of other micro-batches and ranks have theirs: over all of them it is the step's gradient.
     """
+    responses = Responses(Options.of(args), batch)
     if masks is None:
-        masks = batch.get("kept_masks", batch["loss_masks"])
-    counts = batch.get("term_counts", batch["step_counts"])
-    # A reducer of one's own may not take another dtype than that of a loss.
-    is_custom = getattr(args, "custom_pg_loss_reducer_function_path", None) is not None
+        masks = batch["kept_masks" if "kept_masks" in batch else "loss_masks"]
+    counts: StepCounts = batch["term_counts"] if "term_counts" in batch else batch["step_counts"]
+    # A custom reducer may not take another dtype than that of a loss.
+    is_custom = responses.args.custom_pg_loss_reducer_function_path is not None
     dtype = torch.float32 if is_custom else torch.float64
-    local = slice_rows(args, batch, batch["loss_masks"])
-    device = local[0].device if local else None
-    values = torch.zeros(sum(map(len, local)), dtype=dtype, device=device, requires_grad=True)
+    values = torch.zeros_like(responses.active, dtype=dtype, requires_grad=True)
     if is_left_empty(args, {"num_tokens": counts.num_tokens}):
         return values.detach().to(torch.float64)
-    (gradient,) = torch.autograd.grad(main_reducer(args, batch, masks)(values), values)
+    reducer = LossTerm.of(responses, masks).default_reducer()
+    if responses.args.loss_type == "policy_loss":
+        reducer = PolicyReducers.of(responses, masks, reducer).pg
+    (gradient,) = torch.autograd.grad(reducer(values), values)
     return gradient.to(torch.float64) / LossAggregation.of(args).normalizer(counts)
 
 
-def row_weights(args: Namespace, batch: RolloutBatch, weights: torch.Tensor) -> torch.Tensor:
+def row_weights(args: Options, batch: RolloutBatch, weights: torch.Tensor) -> torch.Tensor:
     """Return w_i, the sum of each row's token weights; a collective over the context-parallel ranks.
 
     Args:
@@ -87,8 +72,8 @@ def row_weights(args: Namespace, batch: RolloutBatch, weights: torch.Tensor) -> 
     return get_parallel_state().cp.all_reduce(_local_row_weights(args, batch, weights))
 
 
-def _local_row_weights(args: Namespace, batch: RolloutBatch, weights: torch.Tensor) -> torch.Tensor:
-    return row_sums(weights, slice_rows(args, batch, batch["loss_masks"]))
+def _local_row_weights(args: Options, batch: RolloutBatch, weights: torch.Tensor) -> torch.Tensor:
+    return row_sums(weights, Responses(Options.of(args), batch).masks)
 
 
 def effective_number(weights: torch.Tensor) -> float:
@@ -112,7 +97,7 @@ def _effective_number(total: float, squares: float) -> float:
 
 
 def describe_steps(
-    args: Namespace, rollout_data: RolloutBatch, iterator: DataIterator, num_microbatches: Sequence[int]
+    args: Options, rollout_data: RolloutBatch, iterator: DataIterator, num_microbatches: Sequence[int]
 ) -> list[dict[str, int | float]]:
     """Return what is logged of the data of each optimizer step; every rank calls this, after `prepare_loss_terms`.
 
@@ -134,7 +119,7 @@ def describe_steps(
     steps = list(_whole_steps(rollout_data, iterator, num_microbatches))
     known = [step.peek_tokens() | {"num_samples": step.step_counts[0].num_samples} for step in steps]
     rows = _row_weights_of_steps(args, rollout_data, steps)
-    samples = _sample_weights(rollout_data, rows, sum(facts["num_samples"] for facts in known))
+    samples = _sample_weights(rollout_data, rows, sum(step.step_counts[0].num_samples for step in steps))
     sums = _sums_by_step(rollout_data, samples)
     for facts, (total, squares, longest, masked, prompts) in zip(known, sums, strict=True):
         if "step_prompt_counts" in rollout_data:
@@ -158,7 +143,7 @@ def _whole_steps(
         row, micro_batch = row + num_rows, micro_batch + total
 
 
-def _row_weights_of_steps(args: Namespace, rollout_data: RolloutBatch, steps: Sequence[DataIterator]) -> torch.Tensor:
+def _row_weights_of_steps(args: Options, rollout_data: RolloutBatch, steps: Sequence[DataIterator]) -> torch.Tensor:
     """Return the weight of each of the rank's rows in its step, `[B]` float64 on the CPU."""
     parts = []
     for step, num_rows in zip(steps, rollout_data["step_row_counts"], strict=True):

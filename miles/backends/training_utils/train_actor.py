@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -15,15 +14,16 @@ from miles.backends.training_utils import checkpoint
 from miles.backends.training_utils.data import DataIterator, get_batch, get_data_iterator, move_to_device
 from miles.backends.training_utils.log_utils import log_rollout_data, log_train_step
 from miles.backends.training_utils.loss import compute_advantages_and_returns
-from miles.backends.training_utils.loss_hub.correction_contract import check_correction_signature
+from miles.backends.training_utils.loss_hub.custom_correction import check_correction_signature
+from miles.backends.training_utils.loss_hub.custom_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy
-from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.process_group import World
 from miles.backends.training_utils.step_totals import is_left_empty, prepare_loss_terms, warn_of_empty_step
 from miles.backends.training_utils.step_weights import describe_steps
 from miles.utils.distributed_utils import all_gather_objects, on_every_rank, on_this_rank
 from miles.utils.errors import UserError
 from miles.utils.finite_checks import refuse_non_finite_log_probs, refuse_non_finite_step
+from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class TrainActor(abc.ABC):
         report: Told what is being done, for a person who watches.
     """
 
-    def __init__(self, args: Namespace, world: World, *, vocab_size: int, pad_token_id: int) -> None:
+    def __init__(self, args: Options, world: World, *, vocab_size: int, pad_token_id: int) -> None:
         """Build the model from `args.seed`, or from the newest checkpoint of `args.load`; every rank calls this.
 
         Raises:
@@ -196,7 +196,8 @@ class TrainActor(abc.ABC):
             "num_steps_skipped": self.num_steps_skipped,
             "architecture": self.describe_architecture(),
         }
-        return checkpoint.save_checkpoint(Path(self.args.save), self._write_state, meta=meta, iteration=rollout_id + 1)
+        folder = Path(str(self.args.save))
+        return checkpoint.save_checkpoint(folder, self._write_state, meta=meta, iteration=rollout_id + 1)
 
     def describe_architecture(self) -> dict[str, int | str]:
         """Return, by name, what decides the shapes of the weights and how a checkpoint stores them."""
@@ -253,24 +254,24 @@ class TrainActor(abc.ABC):
         return folder
 
 
-def _probe_plug_ins(args: Namespace) -> None:
+def _probe_plug_ins(args: Options) -> None:
     probe_pg_loss_reducer(args)
     check_correction_signature(args)
 
 
-def build_seeded_gpt(args: Namespace, vocab_size: int, device: torch.device) -> GPT:
+def build_seeded_gpt(args: Options, vocab_size: int, device: torch.device) -> GPT:
     """Return the whole model with the weights that `args.seed` draws, the same on every process."""
     config = GPTConfig(vocab_size=vocab_size, **{name: getattr(args, name) for name in ARCHITECTURE_ARGUMENTS})
     return GPT(config, seed=args.seed).to(device)
 
 
-def describe_architecture(args: Namespace, vocab_size: int) -> dict[str, int | str]:
+def describe_architecture(args: Options, vocab_size: int) -> dict[str, int | str]:
     """Return, by name, the backend and the numbers that decide the shapes of the weights."""
     sizes = {name: getattr(args, name) for name in ARCHITECTURE_ARGUMENTS}
     return {"train_backend": args.train_backend, **sizes, "vocab_size": vocab_size}
 
 
-def needs_old_log_probs(args: Namespace) -> bool:
+def needs_old_log_probs(args: Options) -> bool:
     """Whether training compares with the policy's own log-probs from before the rollout's first step.
 
     SFT has no old policy; with `--use-rollout-logprobs` the rollout's log-probs take that part, unless the mismatch

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from miles.backends.training_utils.loss_hub.pg_loss_reducer import load_pg_loss_reducer
+from miles.backends.training_utils.loss_hub.custom_reducer import load_pg_loss_reducer
 from miles.trainer import main
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_forked
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from miles.backends.training_utils.loss_aggregation import concat
-from miles.backends.training_utils.loss_hub.math_utils import spread_over_tokens, whiten
+from miles.backends.training_utils.loss_hub.math_utils import repeat_over_tokens, split_like
 from miles.backends.training_utils.parallel import get_parallel_state
 
 ESTIMATORS = ("grpo", "gspo", "reinforce_plus_plus_baseline")
@@ -36,8 +36,7 @@ def compute_advantages(
     """
     if advantage_estimator not in ESTIMATORS:
         raise ValueError(f"unknown advantage_estimator {advantage_estimator!r}; choose one of {', '.join(ESTIMATORS)}")
-    flat = spread_over_tokens(rewards, local_masks)
-    return list(flat.split([mask.numel() for mask in local_masks])) if local_masks else []
+    return split_like(repeat_over_tokens(rewards, local_masks), local_masks)
 
 
 def normalize_advantages(advantages: list[torch.Tensor], local_masks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -58,4 +57,4 @@ def normalize_advantages(advantages: list[torch.Tensor], local_masks: Sequence[t
     total, squares, count = get_parallel_state().intra_dp_cp.all_reduce(totals).unbind()
     mean = total / count.clamp_min(1)
     variance = (squares - count * mean.square()).clamp_min(0) / (count - 1).clamp_min(1)
-    return [row.float() for row in whiten(advantages, mean=mean, variance=variance)]
+    return split_like(((values - mean) * torch.rsqrt(variance + 1e-8)).float(), advantages)

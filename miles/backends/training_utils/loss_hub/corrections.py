@@ -11,7 +11,6 @@ Shapes: B rows, T_i response tokens of row i on this rank, T = sum_i T_i. r is p
 from __future__ import annotations
 
 import inspect
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,33 +18,58 @@ import torch
 
 from miles.backends.training_utils.cp_utils import all_reduce_with_cp
 from miles.backends.training_utils.loss_aggregation import concat, mask_sums, one_for_zero
-from miles.backends.training_utils.loss_hub.correction_contract import Correction, check_correction, local_rows
-from miles.backends.training_utils.loss_hub.math_utils import row_sums, safe_exp, spread_over_tokens
+from miles.backends.training_utils.loss_hub.custom_correction import (
+    Correction,
+    check_correction,
+    local_rows,
+    refuse_other_masks,
+)
+from miles.backends.training_utils.loss_hub.math_utils import repeat_over_tokens, row_sums, safe_exp, split_like
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.misc import load_function
+from miles.utils.options import Options
 
 
-def corrects_off_policy(args: Namespace) -> bool:
+def corrects_off_policy(args: Options) -> bool:
     """Whether the policy loss calls a correction, for its loss and masks or for its metrics alone."""
-    return getattr(args, "use_tis", False) or getattr(args, "get_mismatch_metrics", False)
+    return args.use_tis or args.get_mismatch_metrics
 
 
-def may_reject(args: Namespace) -> bool:
+def may_reject(args: Options) -> bool:
     """Whether the correction of the policy loss may leave other masks than it was given."""
-    if getattr(args, "loss_type", "policy_loss") != "policy_loss" or not corrects_off_policy(args):
+    if args.loss_type != "policy_loss" or not corrects_off_policy(args):
         return False
-    is_custom = getattr(args, "custom_tis_function_path", None) is not None
-    use_tis = getattr(args, "use_tis", False)
-    return is_custom or (use_tis and getattr(args, "tis_type", "truncated") != "truncated")
+    return args.custom_tis_function_path is not None or (args.use_tis and args.tis_type != "truncated")
 
 
-def run_correction(args: Namespace, responses: Responses, pg_loss: torch.Tensor) -> Correction:
-    """Call the correction that `args` chooses on a micro-batch.
+def step_masks(responses: Responses, local_masks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return a micro-batch's whole-response masks after correction: one set for the whole step.
 
     Args:
-        args: `custom_tis_function_path`, else `tis_type`; without `use_tis` a built-in correction gives its metrics
-            and leaves loss and masks alone, while a custom one decides that itself.
+        responses: The micro-batch. Its "kept_masks", from `prepare_loss_terms`, are the answer; a batch without that
+            column takes the masks of its own call.
+        local_masks: What the correction left in this call, B rows `[T_i]` of this rank.
+
+    Raises:
+        UserError: a custom correction left other masks here than for the whole step.
+    """
+    kept = responses.batch.get("kept_masks")
+    if kept is None:
+        return responses.gather(local_masks)
+    path = responses.args.custom_tis_function_path
+    if path is not None:
+        refuse_other_masks(path, responses, local_masks, responses.slice(kept))
+    return kept
+
+
+def run_correction(responses: Responses, pg_loss: torch.Tensor) -> Correction:
+    """Call the correction that the options choose on a micro-batch.
+
+    It is the function at `custom_tis_function_path`, else that of `tis_type`. Without `use_tis` a built-in correction
+    gives its metrics and leaves loss and masks alone, while a custom one decides that itself.
+
+    Args:
         responses: The micro-batch; its "log_probs" are pi_train's, its "rollout_log_probs" pi_rollout's. A custom
             function gets None for the latter where the rollout has none.
         pg_loss: `[T]` per-token loss.
@@ -57,8 +81,8 @@ def run_correction(args: Namespace, responses: Responses, pg_loss: torch.Tensor)
         ValueError: a column is missing.
         UserError: a custom function broke its contract.
     """
-    path = getattr(args, "custom_tis_function_path", None)
-    batch = responses.batch
+    args, batch = responses.args, responses.batch
+    path = args.custom_tis_function_path
     needed = "an off-policy correction (--use-tis, --get-mismatch-metrics)"
     has_rollout = batch.get("rollout_log_probs") is not None
 
@@ -70,7 +94,7 @@ def run_correction(args: Namespace, responses: Responses, pg_loss: torch.Tensor)
         return masks if path is None else [mask.clone() for mask in masks]
 
     result = _call(
-        _function(args),
+        BUILT_IN[args.tis_type] if path is None else load_function(path),
         args=args,
         pg_loss=pg_loss,
         train_log_probs=rows("log_probs"),
@@ -85,14 +109,9 @@ def run_correction(args: Namespace, responses: Responses, pg_loss: torch.Tensor)
     if path is not None:
         return check_correction(path, result, responses, pg_loss)
     corrected, masks, metrics = result
-    if not getattr(args, "use_tis", False):
+    if not args.use_tis:
         corrected, masks = pg_loss, batch["loss_masks"]
     return corrected, local_rows(responses, masks), metrics
-
-
-def _function(args: Namespace) -> Callable[..., Correction]:
-    path = getattr(args, "custom_tis_function_path", None)
-    return BUILT_IN[getattr(args, "tis_type", "truncated")] if path is None else load_function(path)
 
 
 def _call(function: Callable[..., Any], **keywords: Any) -> Any:
@@ -115,7 +134,7 @@ def _metrics(ratio: torch.Tensor, changed: torch.Tensor) -> dict[str, torch.Tens
 
 
 def vanilla_tis_function(
-    args: Namespace,
+    args: Options,
     *,
     pg_loss: torch.Tensor,
     train_log_probs: Sequence[torch.Tensor],
@@ -145,7 +164,7 @@ def vanilla_tis_function(
 
 
 def icepop_function(
-    args: Namespace,
+    args: Options,
     *,
     pg_loss: torch.Tensor,
     train_log_probs: Sequence[torch.Tensor],
@@ -166,7 +185,7 @@ def icepop_function(
 
 
 def icepop_rejection_function(
-    args: Namespace,
+    args: Options,
     *,
     local_masks: Sequence[torch.Tensor],
     **kwargs: Any,
@@ -180,7 +199,7 @@ def icepop_rejection_function(
 
 
 def geometric_rejection_function(
-    args: Namespace,
+    args: Options,
     *,
     pg_loss: torch.Tensor,
     train_log_probs: Sequence[torch.Tensor],
@@ -204,7 +223,7 @@ def geometric_rejection_function(
     active = concat(local) != 0
     sums = row_sums(torch.where(active, log_ratio, 0.0).to(torch.float64), local)
     means = all_reduce_with_cp(sums) / one_for_zero(mask_sums(loss_masks)).to(sums.device)
-    ratio = safe_exp(spread_over_tokens(means, local)).detach()
+    ratio = safe_exp(repeat_over_tokens(means, local)).detach()
     inside = _is_inside(args, ratio)
     return torch.where(inside, pg_loss, 0.0), _keep(local, inside), _metrics(ratio, ~inside)
 
@@ -217,10 +236,11 @@ BUILT_IN: dict[str, Callable[..., Correction]] = {
 """Values of `--tis-type`."""
 
 
-def _is_inside(args: Namespace, ratio: torch.Tensor) -> torch.Tensor:
+def _is_inside(args: Options, ratio: torch.Tensor) -> torch.Tensor:
     return (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
 
 
 def _keep(local_masks: Sequence[torch.Tensor], inside: torch.Tensor) -> list[torch.Tensor]:
-    lengths = [mask.numel() for mask in local_masks]
-    return [mask * part.to(mask.dtype) for mask, part in zip(local_masks, inside.split(lengths), strict=True)]
+    return [
+        mask * part.to(mask.dtype) for mask, part in zip(local_masks, split_like(inside, local_masks), strict=True)
+    ]

@@ -6,7 +6,6 @@ Shapes: B rows; logits `[1, T_all, V]` with "thd" (rows packed, T_all positions 
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +18,7 @@ from miles.backends.training_utils.cp_utils import (
 from miles.backends.training_utils.loss_aggregation import concat
 from miles.backends.training_utils.loss_hub.token_scores import score_tokens
 from miles.backends.training_utils.parallel import get_parallel_state
+from miles.utils.options import Options
 
 
 def get_response_positions(
@@ -43,9 +43,9 @@ def get_response_positions(
         predict, and the B lengths T_i.
     """
     positions, targets, lengths, offset = [], [], [], 0
-    max_seq_lens = max_seq_lens if max_seq_lens is not None else [None] * len(total_lengths)
+    padded_lengths: Sequence[int | None] = [None] * len(total_lengths) if max_seq_lens is None else max_seq_lens
     for tokens, total_length, response_length, max_seq_len in zip(
-        unconcat_tokens, total_lengths, response_lengths, max_seq_lens, strict=True
+        unconcat_tokens, total_lengths, response_lengths, padded_lengths, strict=True
     ):
         chunk_size, chunks, logit_ranges, token_ranges = get_logits_and_tokens_offset_with_cp(
             total_length, response_length, qkv_format, max_seq_len
@@ -66,7 +66,7 @@ def get_response_positions(
 def get_log_probs_and_entropy(
     logits: torch.Tensor,
     *,
-    args: Namespace,
+    args: Options,
     unconcat_tokens: Sequence[torch.Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
@@ -103,7 +103,7 @@ def get_log_probs_and_entropy(
         tp=get_parallel_state().tp,
         temperature=args.rollout_temperature,
         entropy_requires_grad=entropy_requires_grad,
-        chunk_size=getattr(args, "log_probs_chunk_size", -1),
+        chunk_size=Options.of(args).log_probs_chunk_size,
     )
 
     def per_row(values: torch.Tensor) -> list[torch.Tensor]:
@@ -134,7 +134,7 @@ def _active_slots(
 def get_values(
     logits: torch.Tensor,
     *,
-    args: Namespace,
+    args: Options,
     unconcat_tokens: Sequence[torch.Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],

@@ -9,32 +9,32 @@ Shapes: B rows, T_i response tokens of row i on this rank, T = sum_i T_i.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 import torch
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation, Reducer, concat
-from miles.backends.training_utils.loss_hub.corrections import corrects_off_policy, may_reject, run_correction
+from miles.backends.training_utils.loss_hub.corrections import (
+    corrects_off_policy,
+    may_reject,
+    run_correction,
+    step_masks,
+)
 from miles.backends.training_utils.loss_hub.logit_processors import get_log_probs_and_entropy, get_values
 from miles.backends.training_utils.loss_hub.math_utils import compute_approx_kl, compute_policy_loss, safe_exp
+from miles.backends.training_utils.loss_hub.pg_loss_reducer import PolicyReducers, reduce_together
 from miles.backends.training_utils.loss_hub.pg_loss_reducer import get_pg_loss_reducer as get_pg_loss_reducer  # seam
-from miles.backends.training_utils.loss_hub.policy_reducers import (
-    auxiliary_terms_match,
-    build_policy_reducers,
-    reduce_together,
-)
 from miles.backends.training_utils.loss_hub.responses import Responses
-from miles.backends.training_utils.loss_hub.step_masks import step_masks
 from miles.backends.training_utils.loss_term import MetricDict
 from miles.utils.misc import load_function
+from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 
-LossFunction = Callable[[Namespace, RolloutBatch, torch.Tensor, Reducer], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+LossFunction = Callable[[Options, RolloutBatch, torch.Tensor, Reducer], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 def policy_loss_function(
-    args: Namespace,
+    args: Options,
     batch: RolloutBatch,
     logits: torch.Tensor,
     sum_of_sample_mean: Reducer,
@@ -59,10 +59,11 @@ def policy_loss_function(
     Raises:
         ValueError: a column that the configuration needs is missing.
     """
-    responses = Responses.of(args, batch)
-    log_probs, entropy = _score(args, batch, logits, entropy_requires_grad=args.entropy_coef != 0)
-    use_rollout = getattr(args, "use_rollout_logprobs", False)
-    old_log_probs = responses.column("rollout_log_probs" if use_rollout else "log_probs", needed_for="policy loss")
+    args = Options.of(args)
+    responses = Responses(args, batch)
+    log_probs, entropy = _score(responses, logits, entropy_requires_grad=args.entropy_coef != 0)
+    old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
+    old_log_probs = responses.column(old, needed_for="policy loss")
     ppo_kl = old_log_probs - log_probs
     if args.advantage_estimator == "gspo":
         ppo_kl = responses.sequence_mean(ppo_kl)
@@ -71,16 +72,16 @@ def policy_loss_function(
         responses.column("advantages", needed_for="policy loss"),
         args.eps_clip,
         args.eps_clip_high,
-        getattr(args, "eps_clip_c", None),
+        args.eps_clip_c,
     )
-    pg_loss, mismatch, masks = _correct_off_policy(args, responses, pg_loss, ppo_kl)
-    reduce = build_policy_reducers(args, batch, masks, sum_of_sample_mean)
+    pg_loss, mismatch, masks = _correct_off_policy(responses, pg_loss, ppo_kl)
+    reduce = PolicyReducers.of(responses, masks, sum_of_sample_mean)
     terms = {"pg_loss": reduce.pg(pg_loss)}
     loss = terms["pg_loss"]
     logged = {"pg_clipfrac": (reduce.kept, pg_clipfrac), "ppo_kl": (reduce.kept, ppo_kl)}
     auxiliary = {"entropy_loss": (-args.entropy_coef, entropy)}
     if args.use_kl_loss:
-        auxiliary["kl_loss"] = args.kl_loss_coef, _kl_to_reference(args, responses, log_probs, old_log_probs)
+        auxiliary["kl_loss"] = args.kl_loss_coef, _kl_to_reference(responses, log_probs, old_log_probs)
     for name, (coefficient, values) in auxiliary.items():
         if coefficient != 0:
             terms[name] = reduce.auxiliary(values)
@@ -94,12 +95,13 @@ def policy_loss_function(
 
 
 def _score(
-    args: Namespace, batch: RolloutBatch, logits: torch.Tensor, *, entropy_requires_grad: bool = False
+    responses: Responses, logits: torch.Tensor, *, entropy_requires_grad: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies of the response tokens, `[T]` each, 0 at masked positions."""
+    batch = responses.batch
     scored = get_log_probs_and_entropy(
         logits,
-        args=args,
+        args=responses.args,
         unconcat_tokens=batch["unconcat_tokens"],
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
@@ -112,10 +114,10 @@ def _score(
 
 
 def _correct_off_policy(
-    args: Namespace, responses: Responses, pg_loss: torch.Tensor, ppo_kl: torch.Tensor
+    responses: Responses, pg_loss: torch.Tensor, ppo_kl: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Sequence[torch.Tensor]]:
     """Apply the correction; return the loss, the per-token mismatch metrics, and the whole-response masks left."""
-    batch = responses.batch
+    args, batch = responses.args, responses.batch
     metrics: dict[str, torch.Tensor] = {}
     if None not in (batch.get("rollout_log_probs"), batch.get("log_probs")):
         rollout, train = (
@@ -125,29 +127,27 @@ def _correct_off_policy(
         metrics["train_rollout_kl"] = compute_approx_kl(rollout, train, "low_var_kl")
     if not corrects_off_policy(args):
         return pg_loss, metrics, batch["loss_masks"]
-    corrected, local_masks, correction_metrics = run_correction(args, responses, pg_loss)
+    corrected, local_masks, correction_metrics = run_correction(responses, pg_loss)
     metrics["ois"] = safe_exp(-ppo_kl).detach()
     masks = batch["loss_masks"]
     if may_reject(args):
-        masks = step_masks(args, responses, local_masks)
+        masks = step_masks(responses, local_masks)
     return corrected, {**metrics, **correction_metrics}, masks
 
 
-def _kl_to_reference(
-    args: Namespace, responses: Responses, log_probs: torch.Tensor, old_log_probs: torch.Tensor
-) -> torch.Tensor:
+def _kl_to_reference(responses: Responses, log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
     reference = responses.column("ref_log_probs", needed_for="--use-kl-loss")
-    ratio = safe_exp(log_probs - old_log_probs) if getattr(args, "use_unbiased_kl", False) else None
-    return compute_approx_kl(log_probs, reference, args.kl_loss_type, importance_ratio=ratio)
+    ratio = safe_exp(log_probs - old_log_probs) if responses.args.use_unbiased_kl else None
+    return compute_approx_kl(log_probs, reference, responses.args.kl_loss_type, importance_ratio=ratio)
 
 
-def _sort_metrics(args: Namespace, metrics: dict[str, torch.Tensor]) -> MetricDict:
+def _sort_metrics(args: Options, metrics: dict[str, torch.Tensor]) -> MetricDict:
     """Sort the metrics by the count that normalizes them under `token_mean`; else all are sums over samples."""
     order = ["loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "ess_ratio"]
     metrics = {name: value.detach() for name, value in metrics.items()}
     if not LossAggregation.of(args).counts_tokens:
         return MetricDict(metrics, {}, order=order)
-    of_term = {"loss", "pg_loss"} | ({"entropy_loss", "kl_loss"} if auxiliary_terms_match(args) else set())
+    of_term = {"loss", "pg_loss"} | ({"entropy_loss", "kl_loss"} if args.aux_loss_aggregation == "match" else set())
     per_term = {name: metrics.pop(name) for name in sorted(of_term & metrics.keys())}
     per_token = {"ess_ratio": metrics.pop("ess_ratio")}
     return MetricDict(metrics, per_token, per_term, order=order)
@@ -164,7 +164,7 @@ def _effective_sample_ratio(responses: Responses, ppo_kl: torch.Tensor) -> torch
 
 
 def value_loss_function(
-    args: Namespace,
+    args: Options,
     batch: RolloutBatch,
     logits: torch.Tensor,
     sum_of_sample_mean: Reducer,
@@ -183,7 +183,7 @@ def value_loss_function(
     Reference:
         PPO2 value clipping, as in the host.
     """
-    responses = Responses.of(args, batch)
+    responses = Responses(Options.of(args), batch)
     predicted = get_values(
         logits,
         args=args,
@@ -202,7 +202,7 @@ def value_loss_function(
 
 
 def sft_loss_function(
-    args: Namespace,
+    args: Options,
     batch: RolloutBatch,
     logits: torch.Tensor,
     sum_of_sample_mean: Reducer,
@@ -218,12 +218,12 @@ def sft_loss_function(
     Returns:
         The loss, and "loss".
     """
-    log_probs, _ = _score(args, batch, logits)
+    log_probs, _ = _score(Responses(Options.of(args), batch), logits)
     loss = -sum_of_sample_mean(log_probs)
     return loss, {"loss": loss.detach()}
 
 
-def get_loss_function(args: Namespace) -> LossFunction:
+def get_loss_function(args: Options) -> LossFunction:
     """Return the function of `args.loss_type`.
 
     Raises:
@@ -236,7 +236,8 @@ def get_loss_function(args: Namespace) -> LossFunction:
         "sft_loss": sft_loss_function,
     }
     if args.loss_type == "custom_loss":
-        return load_function(args.custom_loss_function_path)
+        custom: LossFunction = load_function(str(args.custom_loss_function_path))
+        return custom
     if args.loss_type not in built_in:
         allowed = ", ".join([*built_in, "custom_loss"])
         raise ValueError(f"unknown loss type {args.loss_type!r}; choose one of {allowed}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from miles.backends.training_utils.loss_aggregation import concat, send
+from miles.backends.training_utils.loss_aggregation import send
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 nats before exp, so that one token cannot overflow float32 (exp(20) is 4.9e8)."""
@@ -101,25 +103,24 @@ def compute_policy_loss(
     return pg_losses, clipfrac
 
 
-def spread_over_tokens(row_values: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
+def split_like(values: torch.Tensor, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Split `[T]` values into rows as long as `rows`; the inverse of `concat`."""
+    return list(values.split([row.numel() for row in rows])) if rows else []
+
+
+def repeat_over_tokens(row_values: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Repeat `[B]` row values over the tokens of `rows`, giving `[T]`."""
     lengths = [row.numel() for row in rows]
     repeats = send(lengths, row_values.device, dtype=torch.int64)
     return torch.repeat_interleave(row_values, repeats, output_size=sum(lengths))
 
 
-def row_sums(values: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
+def row_sums(values: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum `[T]` values over the tokens of each of `rows`, giving `[B]`; differentiable."""
-    index = spread_over_tokens(torch.arange(len(rows), device=values.device), rows)
+    index = repeat_over_tokens(torch.arange(len(rows), device=values.device), rows)
     return sum_by(values, index, len(rows))
 
 
 def sum_by(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
     """Add up values `[B]` that have the same `[B]` int64 index, giving `[size]` of their dtype; differentiable."""
     return values.new_zeros(size).index_add(0, index, values)
-
-
-def whiten(values: list[torch.Tensor], *, mean: torch.Tensor, variance: torch.Tensor) -> list[torch.Tensor]:
-    """Return `(x - mean) / sqrt(variance + 1e-8)` of each row."""
-    flat = (concat(values) - mean) * torch.rsqrt(variance + 1e-8)
-    return list(flat.split([value.numel() for value in values])) if values else []

@@ -23,7 +23,7 @@ SMALLEST_CHUNK_ELEMENTS = 1 << 18
 """1 MiB. Smaller chunks would cost more time than they save memory."""
 
 NUM_CHUNKS = 32
-"""Into at least so many the logits are cut: a chunk then takes 0.1 (float32) to 0.2 times their memory (bfloat16)."""
+"""Logits are split into at least so many; a chunk then takes 0.1 (float32) to 0.2 times their memory (bfloat16)."""
 
 LOWEST = -1e30
 """In place of -inf among logits relative to their peak: its exponential is 0, and 0 times it is 0, not NaN."""
@@ -97,7 +97,7 @@ class _TokenScores(torch.autograd.Function):
             total = torch.exp(shifted, out=weights).sum(-1)
             parts.append(torch.stack([peak, total, weights.mul_(shifted).sum(-1), chosen]))
         sums = torch.cat(parts, dim=1) if parts else logits.new_zeros(4, 0, dtype=torch.float32)
-        peak, total, weighted, chosen = _over_vocabulary(*sums.unbind(), is_local, tp)
+        peak, total, weighted, chosen = _over_vocabulary(sums, is_local, tp)
         log_z = total.log()
         entropy = log_z - weighted / total
         ctx.save_for_backward(logits, positions, local, is_local, entropy, peak, log_z)
@@ -127,10 +127,8 @@ class _TokenScores(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-def _buffers(
-    logits: torch.Tensor, positions: torch.Tensor, chunk_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return room for a chunk of logits and twice for its float32 copy, which all chunks share."""
+def _buffers(logits: torch.Tensor, positions: torch.Tensor, chunk_size: int) -> tuple[torch.Tensor, ...]:
+    """Return memory for a chunk of logits and twice for its float32 copy, which all chunks share."""
     shape = (min(chunk_size, positions.numel()), logits.size(-1))
     return logits.new_empty(shape), *logits.new_empty((2, *shape), dtype=torch.float32).unbind()
 
@@ -147,25 +145,21 @@ def _shift(rows: torch.Tensor, peak: torch.Tensor, temperature: float, *, out: t
     torch.add(-peak.unsqueeze(-1), rows, alpha=1 / temperature, out=out).clamp_min_(LOWEST)
 
 
-def _over_vocabulary(
-    peak: torch.Tensor,
-    total: torch.Tensor,
-    weighted: torch.Tensor,
-    chosen: torch.Tensor,
-    is_local: torch.Tensor,
-    tp: GroupInfo,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _over_vocabulary(sums: torch.Tensor, is_local: torch.Tensor, tp: GroupInfo) -> tuple[torch.Tensor, ...]:
     """Return the peaks of the whole vocabulary and the sums relative to them, from those of this rank's share.
+
+    `sums` and the result are peak, sum exp, sum exp(x) x and the chosen x, `[T]` each.
 
     With s = peak - whole peak: sum exp(x + s) = exp(s) sum exp x, and sum exp(x + s) (x + s) likewise. What is chosen
     is NaN where not exactly one rank has it.
     """
+    peak, total, weighted, chosen = sums.unbind()
     whole_peak = tp.all_reduce(peak.clone(), op=dist.ReduceOp.MAX)
     step = peak - whole_peak
     share = step.exp()
     local = torch.where(is_local, chosen + step, 0)
-    sums = [share * total, share * (weighted + step * total), local, is_local.to(local.dtype)]
-    total, weighted, chosen, num_holders = tp.all_reduce(torch.stack(sums)).unbind()
+    shares = [share * total, share * (weighted + step * total), local, is_local.to(local.dtype)]
+    total, weighted, chosen, num_holders = tp.all_reduce(torch.stack(shares)).unbind()
     return whole_peak, total, weighted, torch.where(num_holders == 1, chosen, torch.nan)
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from miles.backends.training_utils.loss_hub.policy_reducers import build_policy_reducers
+from miles.backends.training_utils.loss_hub.pg_loss_reducer import PolicyReducers
+from miles.backends.training_utils.loss_hub.responses import Responses
+from miles.utils.options import Options
 from miles.utils.types import Sample
 from tests.fast.backends.training_utils.layout import mode_namespace
 
@@ -96,7 +98,8 @@ def arguments(mode: str, num_rows: int, *, max_tokens: int, is_rejecting: bool, 
 
 def linear_loss(args, batch, logits, sum_of_sample_mean):
     """The logits are the values of this rank's response tokens; reduced as the policy-gradient term is."""
-    reducers = build_policy_reducers(args, batch, batch.get("kept_masks", batch["loss_masks"]), sum_of_sample_mean)
+    responses = Responses(Options.of(args), batch)
+    reducers = PolicyReducers.of(responses, batch.get("kept_masks", batch["loss_masks"]), sum_of_sample_mean)
     loss = reducers.pg(logits.reshape(-1))
     return loss, {"loss": loss.detach()}
 

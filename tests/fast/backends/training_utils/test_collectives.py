@@ -8,7 +8,7 @@ import torch
 from miles.backends.training_utils.data import DataIterator, get_step_counts
 from miles.backends.training_utils.log_utils import aggregate_train_losses
 from miles.backends.training_utils.loss_aggregation import StepCounts, make_reducer
-from miles.backends.training_utils.loss_hub.policy_reducers import reduce_together
+from miles.backends.training_utils.loss_hub.pg_loss_reducer import reduce_together
 from miles.backends.training_utils.parallel import GroupInfo, ParallelState, set_parallel_state
 from miles.backends.training_utils.step_weights import describe_steps
 from tests.fast.backends.training_utils.layout import mode_namespace

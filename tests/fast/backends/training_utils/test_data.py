@@ -5,12 +5,13 @@ import operator
 import pytest
 import torch
 
-from miles.backends.training_utils import data as data_room
-from miles.backends.training_utils.loss import default_reducer
+from miles.backends.training_utils import data as data_module
 from miles.backends.training_utils.loss_aggregation import StepCounts
+from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.loss_term import LossTerm
 from miles.backends.training_utils.parallel import set_parallel_state
 from miles.ray.rollout.train_data_conversion import process_rollout_data_shard, split_train_data_by_dp
+from miles.utils.options import Options
 from miles.utils.seqlen_balancing import get_seqlen_balanced_partitions, pack_by_token_budget
 from tests.fast.backends.training_utils.harness import train_data_of
 from tests.fast.backends.training_utils.layout import chunk_positions, mode_namespace, simulated_state
@@ -35,7 +36,7 @@ def one_rank(args, rows=ROWS, with_log_probs=False):
     if with_log_probs:
         data["rollout_log_probs"] = [[-0.5 * (t + 1) for t in range(row.response_length)] for row in rows]
     (shard,) = split_train_data_by_dp(args, data, 1)
-    return data_room.move_to_device(process_rollout_data_shard(args, shard), "cpu")
+    return data_module.move_to_device(process_rollout_data_shard(args, shard), "cpu")
 
 
 def joined(lists):
@@ -80,7 +81,7 @@ def test_bins_respect_the_budget_unless_one_item_breaks_it_alone(budget):
 @pytest.mark.parametrize(("size", "expected"), [(1, [4, 4]), (2, [2, 2]), (3, [2, 2]), (4, [1, 1]), (64, [1, 1])])
 def test_fixed_micro_batches(size, expected):
     args = namespace(micro_batch_size=size)
-    (iterator,), num_microbatches = data_room.get_data_iterator(args, None, one_rank(args))
+    (iterator,), num_microbatches = data_module.get_data_iterator(args, None, one_rank(args))
     assert num_microbatches == expected
     rows = [batch["sample_indices"] for batch in drain(iterator)]
     assert joined(rows) == list(range(8)), "in order"
@@ -90,7 +91,7 @@ def test_fixed_micro_batches(size, expected):
 @pytest.mark.parametrize("budget", [3, 9, 12, 20, 100])
 def test_token_budget(budget):
     args = namespace(use_dynamic_batch_size=True, max_tokens_per_gpu=budget)
-    (iterator,), num_microbatches = data_room.get_data_iterator(args, None, one_rank(args))
+    (iterator,), num_microbatches = data_module.get_data_iterator(args, None, one_rank(args))
     batches = [batch["sample_indices"] for batch in drain(iterator)]
     assert len(batches) == sum(num_microbatches)
     first = batches[: num_microbatches[0]]
@@ -102,7 +103,7 @@ def test_token_budget(budget):
 def test_token_budget_is_per_context_parallel_rank():
     args = namespace(use_dynamic_batch_size=True, max_tokens_per_gpu=10)
     set_parallel_state(simulated_state(1, 2))
-    _, num_microbatches = data_room.get_data_iterator(args, None, one_rank(args))
+    _, num_microbatches = data_module.get_data_iterator(args, None, one_rank(args))
     assert num_microbatches[0] == 1  # 8 + 3 + 6 + 3 = 20 tokens over two ranks
 
 
@@ -124,7 +125,7 @@ def test_ranks_agree_on_the_number_of_micro_batches(schedule):
 
 def test_the_iterator_starts_again():
     args = namespace()
-    (iterator,), _ = data_room.get_data_iterator(args, None, one_rank(args))
+    (iterator,), _ = data_module.get_data_iterator(args, None, one_rank(args))
     first = [batch["sample_indices"] for batch in drain(iterator)]
     iterator.reset()
     assert [batch["sample_indices"] for batch in drain(iterator)] == first
@@ -139,13 +140,14 @@ def test_step_counts(mode):
     active = [sum(row.mask) for row in ROWS]
     prompts = 2 if mode == "prompt_mean" else 0
     expected = [StepCounts(4, prompts, sum(active[:4])), StepCounts(4, prompts, sum(active[4:]))]
-    assert data_room.get_step_counts(one_rank(args)) == expected
+    assert data_module.get_step_counts(one_rank(args)) == expected
 
 
 def test_step_counts_of_rollouts_with_several_rows_and_masked_rows():
     rows = [Row.of([1, 0], [0, 0], group=0, rollout=r) for r in (5, 5, 6)] + [Row.of([0], [0], group=0, rollout=7)]
     args = namespace("prompt_mean", global_batch_size=3, n_samples_per_prompt=3, rollout_batch_size=1)
-    assert data_room.get_step_counts(one_rank(args, rows)) == [StepCounts(num_samples=3, num_prompts=1, num_tokens=3)]
+    counts = data_module.get_step_counts(one_rank(args, rows))
+    assert counts == [StepCounts(num_samples=3, num_prompts=1, num_tokens=3)]
 
 
 # ---- tensors and packing ------------------------------------------------------------------------------------------
@@ -166,9 +168,9 @@ def test_an_empty_shard_becomes_tensors():
     args = namespace(global_batch_size=8)
     shards = split_train_data_by_dp(args, train_data_of(args, ROWS), 9)
     empty = next(shard for shard in shards if not shard["tokens"])
-    data = data_room.move_to_device(process_rollout_data_shard(args, empty), "cpu")
+    data = data_module.move_to_device(process_rollout_data_shard(args, empty), "cpu")
     assert data["tokens"] == [] == data["loss_masks"]
-    assert data_room.get_step_counts(data) == [StepCounts(0, 0, 0)]
+    assert data_module.get_step_counts(data) == [StepCounts(0, 0, 0)]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -178,8 +180,8 @@ def test_packed_batch(cp_size):
     for cp_rank in range(cp_size):
         set_parallel_state(simulated_state(1, cp_size, cp_rank=cp_rank))
         data = one_rank(args)
-        (iterator,), _ = data_room.get_data_iterator(args, None, data)
-        batch = data_room.get_batch(iterator, pad_token_id=99)
+        (iterator,), _ = data_module.get_data_iterator(args, None, data)
+        batch = data_module.get_batch(iterator, pad_token_id=99)
         tokens, positions, boundaries = [], [], [0]
         for i in batch["sample_indices"]:
             owned = chunk_positions(TOTALS[i], cp_rank, cp_size)
@@ -197,7 +199,7 @@ def test_packed_batch(cp_size):
 def test_an_empty_micro_batch_has_one_pad_token():
     args = namespace(global_batch_size=8)
     _, _, iterator, _ = next(rank for rank in schedules(args, ROWS, 9) if rank[2].micro_batch_indices == [[]])
-    batch = data_room.get_batch(iterator, pad_token_id=3)
+    batch = data_module.get_batch(iterator, pad_token_id=3)
     assert batch["tokens"].tolist() == [[3]] and [row.shape for row in batch["loss_masks"]] == [(0,)]
     assert (
         batch["response_lengths"] == [0]
@@ -213,6 +215,6 @@ def test_the_blank_row_of_an_empty_micro_batch_is_reduced_in_both_layouts(qkv_fo
     args = namespace(qkv_format=qkv_format)
     data = one_rank(args)
     data["max_seq_lens"] = [16] * len(ROWS)
-    batch = data_room.DataIterator(data, [[]], [StepCounts(4, 2, 9)]).get_next()
-    reduce = default_reducer(args, batch, LossTerm.of(args, batch))
+    batch = data_module.DataIterator(data, [[]], [StepCounts(4, 2, 9)]).get_next()
+    reduce = LossTerm.of(Responses(Options.of(args), batch)).default_reducer()
     assert reduce(torch.zeros(0, requires_grad=True)).item() == 0

@@ -7,14 +7,15 @@ import torch
 
 from miles.backends.training_utils.loss import _checked_loss
 from miles.backends.training_utils.loss_aggregation import StepCounts
-from miles.backends.training_utils.loss_hub import pg_loss_reducer
-from miles.backends.training_utils.loss_hub.correction_contract import check_correction, check_correction_signature
+from miles.backends.training_utils.loss_hub import custom_reducer
+from miles.backends.training_utils.loss_hub.custom_correction import check_correction, check_correction_signature
+from miles.backends.training_utils.loss_hub.custom_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.loss_hub.losses import policy_loss_function
-from miles.backends.training_utils.loss_hub.pg_loss_reducer import probe_pg_loss_reducer
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.backends.training_utils.parallel import GroupInfo, ParallelState, set_parallel_state
 from miles.trainer import main
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks
 from tests.fast.backends.training_utils.layout import mode_namespace
 from tests.fast.backends.training_utils.loss.inputs import CUT, Step
@@ -25,7 +26,7 @@ from tests.fast.tiny_runs import TINY, read_metrics
 MASKS = [torch.tensor([1, 1, 0]), torch.tensor([1])]
 PG_LOSS = torch.arange(4.0)
 BATCH = {"total_lengths": [5, 3], "response_lengths": [3, 1], "loss_masks": MASKS}
-RESPONSES = Responses(Namespace(qkv_format="thd"), BATCH, MASKS, torch.cat(MASKS) != 0)
+RESPONSES = Responses(Options.of(Namespace(qkv_format="thd")), BATCH)
 
 
 CONTEXTS = []
@@ -123,13 +124,13 @@ def test_a_factory_that_declares_it_gets_its_context():
     }
     assert context.local_lengths == [3, 1] and context.sample_totals.tolist() == [2, 1]
     with pytest.raises(ValueError, match="run prepare_loss_terms before it"):
-        pg_loss_reducer.ReducerContext.of(args, BATCH, MASKS)
+        custom_reducer.ReducerContext.of(Responses(Options.of(args), BATCH), MASKS)
 
 
 def test_a_right_reducer_and_none_pass_the_probe():
     probe_pg_loss_reducer(Namespace(custom_pg_loss_reducer_function_path=f"{__name__}.right"))
     probe_pg_loss_reducer(Namespace(custom_pg_loss_reducer_function_path=None))
-    assert pg_loss_reducer.check_signature(print, "builtins.print", 4, "anything") is None
+    assert custom_reducer.check_signature(print, "builtins.print", 4, "anything") is None
 
 
 @pytest.mark.parametrize(

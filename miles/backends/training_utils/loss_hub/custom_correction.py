@@ -1,4 +1,4 @@
-"""What a custom correction may ask for and has to return.
+"""Custom off-policy corrections (`--custom-tis-function-path`): what they may ask for and have to return.
 
 Shapes: B rows, T_i response tokens of row i on this rank, T = sum_i T_i.
 """
@@ -6,7 +6,6 @@ Shapes: B rows, T_i response tokens of row i on this rank, T = sum_i T_i.
 from __future__ import annotations
 
 import inspect
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from miles.backends.training_utils.loss_aggregation import concat
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.utils.errors import UserError
 from miles.utils.misc import load_function
+from miles.utils.options import Options
 
 Correction = tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]
 
@@ -34,13 +34,13 @@ OWN_METRICS = frozenset(
 """Metrics of the policy loss itself, whose names a correction leaves alone."""
 
 
-def check_correction_signature(args: Namespace) -> None:
+def check_correction_signature(args: Options) -> None:
     """Check, before anything is computed, that a custom correction asks for nothing that it is not given.
 
     Raises:
         UserError: it has a parameter without a default that is none of `KEYWORDS`.
     """
-    path = getattr(args, "custom_tis_function_path", None)
+    path = Options.of(args).custom_tis_function_path
     if path is None:
         return
     try:
@@ -91,7 +91,7 @@ def check_correction(path: str, result: Any, responses: Responses, pg_loss: torc
         raise UserError(f"{wanted} with names for its metrics that the loss does not use itself; got {taken}")
     for name, value in {"pg_loss": corrected, **metrics}.items():
         if not isinstance(value, torch.Tensor) or value.shape != pg_loss.shape:
-            got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            got = str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
             raise UserError(f"{wanted} with {name} of shape {tuple(pg_loss.shape)}, a value for each token; got {got}")
     if pg_loss.requires_grad and not corrected.requires_grad:
         raise UserError(f"{wanted} with pg_loss keeping its gradient; it is detached from what the function was given")
@@ -99,7 +99,7 @@ def check_correction(path: str, result: Any, responses: Responses, pg_loss: torc
     local = [mask.shape for mask in responses.masks]
     shapes = [getattr(mask, "shape", None) for mask in masks] if isinstance(masks, (list, tuple)) else None
     if shapes not in (whole, local):
-        got = type(masks).__name__ if shapes is None else [shape and tuple(shape) for shape in shapes]
+        got = type(masks).__name__ if shapes is None else str([shape and tuple(shape) for shape in shapes])
         raise UserError(
             f"{wanted} with one mask for each of {len(whole)} rows, over its whole response or over its tokens on "
             f"this rank, of lengths {[shape.numel() for shape in whole]} or {[shape.numel() for shape in local]}; "
@@ -112,3 +112,55 @@ def check_correction(path: str, result: Any, responses: Responses, pg_loss: torc
     if (kept.bool() & ~responses.active.to(kept.device)).any():
         raise UserError(f"{wanted} with masks that keep active tokens only; it kept one that loss_masks leaves out")
     return corrected, masks, metrics
+
+
+def refuse_other_masks(
+    path: str, responses: Responses, masks: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> None:
+    """Check that a custom correction left the masks `[T_i]` that it left for the whole step.
+
+    Raises:
+        UserError: naming the first sample that differs.
+    """
+    if torch.equal(concat(masks) != 0, concat(expected) != 0):
+        return
+    row = next(
+        row
+        for row, (one, other) in enumerate(zip(masks, expected, strict=True))
+        if not torch.equal(one != 0, other != 0)
+    )
+    raise UserError(
+        f"{path} must leave the same masks whatever rows it is called with: of sample {_name(responses, row)} it "
+        f"keeps {int((expected[row] != 0).sum())} tokens in the whole step and {int((masks[row] != 0).sum())}, or "
+        "others, among fewer of them. A mask may depend on the row's own log-probs and mask, not on the other rows, "
+        "pg_loss or chance; the step's totals are taken before its first micro-batch"
+    )
+
+
+def refuse_other_losses(path: str, responses: Responses, loss: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check that a custom correction changes each token's loss alike whatever rows it is called with.
+
+    Args:
+        path: The function's path, for messages.
+        responses: The rows.
+        loss: `[T]` what it made of a constant loss in this call.
+        expected: `[T]` what it made of it in another call.
+
+    Raises:
+        UserError: naming the first sample that differs.
+    """
+    differs = ~torch.isclose(loss, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+    if not differs.any():
+        return
+    row = next(row for row, part in enumerate(responses.per_row(differs)) if part.any())
+    raise UserError(
+        f"{path} must change a token's loss alike whatever rows it is called with: of sample {_name(responses, row)} "
+        "it makes something else alone than together with others. The loss of a token may be changed by its own row's "
+        "log-probs and mask, not by an average over the call; micro-batches and ranks would change the result"
+    )
+
+
+def _name(responses: Responses, row: int) -> int:
+    """Return how messages name a row: its index in the rollout, or else its place in the micro-batch."""
+    indices = responses.batch.get("sample_indices")
+    return row if indices is None or indices[row] is None else indices[row]
