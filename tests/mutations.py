@@ -50,7 +50,8 @@ MUTANTS = [
         "divide by the local count",
         f"{LAYER}/loss.py",
         "loss, global_num_tokens=normalizer, data_parallel_size=state.intra_dp.size",
-        "loss,\n            global_num_tokens=max(int(get_active_token_count(term.responses.batch['loss_masks'])), 1),\n"
+        "loss,\n"
+        "            global_num_tokens=max(int(get_active_token_count(term.responses.batch['loss_masks'])), 1),\n"
         "            data_parallel_size=state.intra_dp.size,",
     ),
     Mutant(

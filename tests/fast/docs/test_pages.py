@@ -52,7 +52,7 @@ def numbers(cell: str) -> list[float]:
     return [float(number.replace(",", "")) for number in re.findall(r"-?\d[\d,]*\.?\d*", re.sub(r"\(.*?\)", "", cell))]
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *PAGES], ids=lambda page: page.name)
 def test_links_resolve(page):
     for link in links(page):
         if link.startswith("http"):
