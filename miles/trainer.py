@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
@@ -21,6 +20,7 @@ from typing import NoReturn
 from miles.utils.arguments import parse_args
 from miles.utils.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from miles.utils.errors import RankError, UserError
+from miles.utils.options import Options
 from miles.utils.run_files import console_logging
 
 EXIT_DIVERGED = 1
@@ -92,7 +92,7 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _train(args: Namespace, interrupt: Interrupt) -> int:
+def _train(args: Options, interrupt: Interrupt) -> int:
     # Here, not at the top: both need torch.
     from miles.training_loop import train
     from miles.utils.finite_checks import NonFiniteError

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -26,6 +25,7 @@ from miles.utils.errors import UserError
 from miles.utils.finite_checks import refuse_non_finite_samples
 from miles.utils.misc import load_function
 from miles.utils.number_lists import smallest_and_largest
+from miles.utils.options import Options
 from miles.utils.run_files import LOG_NAME, file_logging, make_output_dir, write_arguments
 from miles.utils.run_recorder import RunRecorder, SilentRecorder
 from miles.utils.types import RolloutBatch, Sample
@@ -36,7 +36,7 @@ SFT_ROLLOUT_FUNCTION = "miles.rollout.sft_rollout.generate_rollout"
 logger = logging.getLogger(__name__)
 
 
-def train(args: Namespace, *, on_closing: Callable[[], None] = lambda: None) -> None:
+def train(args: Options, *, on_closing: Callable[[], None] = lambda: None) -> None:
     """Train as `args` says, on this process's share of the run.
 
     Args:
@@ -69,7 +69,7 @@ def train(args: Namespace, *, on_closing: Callable[[], None] = lambda: None) -> 
 
 def train_on_rollout(
     rollout_id: int,
-    args: Namespace,
+    args: Options,
     actor: TrainActor,
     data_source: DataSource | None,
     tokenizer: Tokenizer,
@@ -92,7 +92,7 @@ def train_on_rollout(
     recorder.end_rollout(rollout_id, checkpoint)
 
 
-def open_output_dir(args: Namespace, world: World) -> Path:
+def open_output_dir(args: Options, world: World) -> Path:
     """Let rank 0 make the run's folder and write the arguments there; return the folder on every rank.
 
     Raises:
@@ -110,7 +110,7 @@ def open_output_dir(args: Namespace, world: World) -> Path:
 
 
 def make_recorder(
-    args: Namespace, world: World, directory: Path, first_rollout_id: int, *, started: float
+    args: Options, world: World, directory: Path, first_rollout_id: int, *, started: float
 ) -> SilentRecorder:
     """Return what tells a person, the metrics and the trackers of the run: rank 0's; that of the others is silent."""
     if world.rank != 0:
@@ -118,13 +118,13 @@ def make_recorder(
     return RunRecorder(args, directory, first_rollout_id=first_rollout_id, started=started)
 
 
-def open_data_source(args: Namespace, tokenizer: Tokenizer) -> DataSource | None:
+def open_data_source(args: Options, tokenizer: Tokenizer) -> DataSource | None:
     """Return where prompts come from, None where whole rollouts are read from a dump."""
     return build_data_source(args, tokenizer) if args.load_debug_rollout_data is None else None
 
 
 def get_rollout(
-    rollout_id: int, args: Namespace, actor: TrainActor, data_source: DataSource | None, tokenizer: Tokenizer
+    rollout_id: int, args: Options, actor: TrainActor, data_source: DataSource | None, tokenizer: Tokenizer
 ) -> list[Sample]:
     """Return all samples of a rollout, the same on every rank: read from a dump, or sampled from the policy.
 
@@ -132,8 +132,9 @@ def get_rollout(
         UserError: the dump cannot be used, or a rollout or reward function returned something wrong.
         NonFiniteError: the policy has diverged.
     """
-    if args.load_debug_rollout_data is not None:
-        samples = on_every_rank(lambda: load_rollout_dump(args.load_debug_rollout_data, rollout_id))
+    source, target = args.load_debug_rollout_data, args.save_debug_rollout_data
+    if source is not None:
+        samples = on_every_rank(lambda: load_rollout_dump(source, rollout_id))
     else:
         default = SFT_ROLLOUT_FUNCTION if args.loss_type == "sft_loss" else DEFAULT_ROLLOUT_FUNCTION
         samples = gather_rollouts(
@@ -147,17 +148,12 @@ def get_rollout(
         )
         if args.rollout_function_path is None:
             refuse_non_finite_samples(rollout_id, samples)
-    if args.save_debug_rollout_data is not None:
-
-        def save_on_rank_0() -> None:
-            if actor.world.rank == 0:
-                save_rollout_dump(args.save_debug_rollout_data, rollout_id, samples)
-
-        on_every_rank(save_on_rank_0)
+    if target is not None:
+        on_every_rank(lambda: save_rollout_dump(target, rollout_id, samples) if actor.world.rank == 0 else None)
     return samples
 
 
-def make_shard(args: Namespace, samples: list[Sample], dp: GroupInfo, *, vocab_size: int) -> RolloutBatch:
+def make_shard(args: Options, samples: list[Sample], dp: GroupInfo, *, vocab_size: int) -> RolloutBatch:
     """Convert a rollout's samples and return the rows that this data-parallel rank trains on.
 
     Raises:
@@ -178,7 +174,7 @@ def make_shard(args: Namespace, samples: list[Sample], dp: GroupInfo, *, vocab_s
     return process_rollout_data_shard(args, shards[dp.rank])
 
 
-def check_rows_fit_model(args: Namespace, rows: list[list[int]], *, vocab_size: int) -> None:
+def check_rows_fit_model(args: Options, rows: list[list[int]], *, vocab_size: int) -> None:
     """Check that every row is within the model's positions, and its tokens within the vocabulary.
 
     Raises:
@@ -199,7 +195,7 @@ def check_rows_fit_model(args: Namespace, rows: list[list[int]], *, vocab_size: 
             )
 
 
-def is_save_due(args: Namespace, rollout_id: int) -> bool:
+def is_save_due(args: Options, rollout_id: int) -> bool:
     """Whether a checkpoint is written after this rollout: each `save_interval` rollouts, and after the last."""
     if args.save is None:
         return False

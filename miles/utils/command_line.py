@@ -67,7 +67,8 @@ def _print_last(text: str) -> int:
     if sys.stdout is None or not text:  # None: it was closed before the process began
         return 0
     try:
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal cannot show
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal cannot show
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:

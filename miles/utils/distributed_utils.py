@@ -35,9 +35,9 @@ def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
         UserError: some rank raised a UserError; the message is the first rank's.
         RuntimeError: some other rank raised anything else. The rank that failed raises its own exception.
     """
-    result, failure = None, None
+    result, failure = [], None
     try:
-        result = function()
+        result.append(function())
     except Exception as error:
         failure = error
     reports = all_gather_objects(
@@ -49,7 +49,7 @@ def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
         if report is not None:
             is_user_error, described, message = report
             raise UserError(message) if is_user_error else RuntimeError(f"rank {rank} failed: {described}")
-    return result
+    return result[0]
 
 
 def on_this_rank(function: Callable[..., T], *args: Any) -> T:

@@ -4,19 +4,19 @@ import json
 import logging
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 
 METRICS_NAME = "metrics.jsonl"
 ARGUMENTS_NAME = "args.json"
 LOG_NAME = "train.log"
 
 
-def make_output_dir(args: Namespace, *, now: float) -> Path:
+def make_output_dir(args: Options, *, now: float) -> Path:
     """Create and return the run's folder: `args.output_dir`, else `runs/<date>-<time>-<mode>`, made anew.
 
     Args:
@@ -43,12 +43,12 @@ def make_output_dir(args: Namespace, *, now: float) -> Path:
     raise UserError(f"runs/{stem} and its numbered variants all exist; name a folder with --output-dir")
 
 
-def arguments_as_json(args: Namespace) -> str:
+def arguments_as_json(args: Options) -> str:
     """Return the resolved arguments as JSON, sorted by name; what JSON has no form for is written as `str` does."""
     return json.dumps(vars(args), indent=2, sort_keys=True, default=str)
 
 
-def write_arguments(directory: Path, args: Namespace) -> None:
+def write_arguments(directory: Path, args: Options) -> None:
     """Write the resolved arguments (see `arguments_as_json`).
 
     Raises:

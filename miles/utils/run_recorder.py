@@ -3,13 +3,13 @@
 import logging
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from miles.utils.options import Options
 from miles.utils.run_files import METRICS_NAME
 from miles.utils.run_summary import describe_run
 from miles.utils.tracking import LOSS_KEY, REWARD_KEY, ROLLOUT_KEY, STEP_KEY, MetricsLog, is_skipped, open_trackers
@@ -47,7 +47,7 @@ class SilentRecorder:
 class RunRecorder(SilentRecorder):
     """Writes `metrics.jsonl`, tells the trackers, drives the progress bar and prints the closing summary."""
 
-    def __init__(self, args: Namespace, directory: Path, *, first_rollout_id: int, started: float) -> None:
+    def __init__(self, args: Options, directory: Path, *, first_rollout_id: int, started: float) -> None:
         """Open the metrics of a run, and its trackers.
 
         Args:
@@ -135,7 +135,7 @@ class RunRecorder(SilentRecorder):
         self._bar.set_postfix(
             {name: f"{value:.3f}" for name, value in shown.items() if value is not None}, refresh=False
         )
-        self._bar.total = max(self._bar.total, self._bar.n + 1)
+        self._bar.total = max(self._bar.total or 0, self._bar.n + 1)
         self._bar.update()
 
     def end_rollout(self, rollout_id: int, checkpoint: Path | None) -> None:

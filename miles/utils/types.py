@@ -84,7 +84,9 @@ class Sample:
 
     def get_reward_value(self, args: Any) -> float:
         """Return the scalar reward that training uses: `reward`, or `reward[args.reward_key]` where a key is set."""
-        return self.reward[args.reward_key] if getattr(args, "reward_key", None) else self.reward
+        key = getattr(args, "reward_key", None)
+        reward: Any = self.reward  # conversion checks that it is a mapping where a key is set, and a number in the end
+        return reward[key] if key else reward
 
     @property
     def effective_response_length(self) -> int:

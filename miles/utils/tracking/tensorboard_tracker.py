@@ -82,7 +82,7 @@ class TensorBoardTracker:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        self._write_event(metrics[STEP_KEY], summary=Summary(value=values))
+        self._write_event(int(metrics[STEP_KEY]), summary=Summary(value=values))
 
     def _write_event(self, step: int, **content: Summary | Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

@@ -1,11 +1,11 @@
 """Where the metrics of a run go beside `metrics.jsonl`."""
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 from miles.utils.run_files import arguments_as_json
 from miles.utils.tracking.metrics_log import MetricsLog
 from miles.utils.tracking.tensorboard_tracker import TensorBoardTracker
@@ -66,7 +66,7 @@ class Trackers:
                 )
 
 
-def open_trackers(args: Namespace, metrics: MetricsLog) -> Trackers:
+def open_trackers(args: Options, metrics: MetricsLog) -> Trackers:
     """Open what `--tracking` names.
 
     Args:

@@ -4,12 +4,12 @@ import json
 import logging
 import os
 import secrets
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from miles.utils.misc import write_whole
+from miles.utils.options import Options
 from miles.utils.tracking.keys import STEP_KEY
 
 FOLDER = "wandb"
@@ -32,7 +32,7 @@ class WandbTracker:
     """
 
     def __init__(
-        self, args: Namespace, directory: Path, arguments: str, *, earlier: Sequence[Mapping[str, Any]]
+        self, args: Options, directory: Path, arguments: str, *, earlier: Sequence[Mapping[str, Any]]
     ) -> None:
         """Start or continue the W&B run.
 
@@ -44,7 +44,7 @@ class WandbTracker:
         """
         import wandb
 
-        mode = args.wandb_mode or os.environ.get("WANDB_MODE")
+        mode: Any = args.wandb_mode or os.environ.get("WANDB_MODE")
         folder = directory / FOLDER
         folder.mkdir(exist_ok=True)
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder.resolve() / "cache"))  # W&B's service keeps its log there
@@ -73,7 +73,7 @@ class WandbTracker:
     def write(self, metrics: Mapping[str, float]) -> None:
         """Log one step, unless W&B has it."""
         if metrics[STEP_KEY] >= self._first_step:
-            self._run.log(dict(metrics), step=metrics[STEP_KEY], commit=True)
+            self._run.log(dict(metrics), step=int(metrics[STEP_KEY]), commit=True)
 
     def close(self, *, exit_code: int) -> None:
         """End the W&B run: finished where `exit_code` is 0, else failed."""
