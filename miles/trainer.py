@@ -2,7 +2,7 @@
 
     0    trained
     1    stopped by an error of this package, or because training diverged
-    2    stopped by something a person has to mend: one line says what
+    2    stopped by something a person has to fix: one line says what
     130  stopped by Ctrl-C
 
 Importing this module, and `--help`, need no torch.
@@ -28,7 +28,7 @@ SECONDS_TO_TELL = 1.0
 
 
 class Interrupt:
-    """Ctrl-C as one KeyboardInterrupt: further ones, and those that come late, must not cut the closing summary.
+    """Ctrl-C as one KeyboardInterrupt: further ones, and those that come late, must not interrupt the closing summary.
 
     A launcher passes a Ctrl-C on to processes that the terminal has already told.
 

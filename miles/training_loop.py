@@ -44,7 +44,7 @@ def train(args: Options, *, on_closing: Callable[[], None] = lambda: None) -> No
         on_closing: Called when training has ended, well or not, before anything is tidied up.
 
     Raises:
-        UserError: something that a person has to mend, on every rank alike.
+        UserError: something that a person has to fix, on every rank alike.
         NonFiniteError: training diverged.
     """
     started = time.monotonic()
@@ -75,7 +75,7 @@ def train_on_rollout(
     tokenizer: Tokenizer,
     recorder: SilentRecorder,
 ) -> None:
-    """Take one rollout through the house: samples, train data, this rank's shard, optimizer steps, checkpoint."""
+    """Run one rollout: samples, train data, this rank's shard, optimizer steps, checkpoint."""
     recorder.report("rollout")
     recorder.start_rollout()
     samples = get_rollout(rollout_id, args, actor, data_source, tokenizer)

@@ -1,1 +1,1 @@
-"""Argument parsing, records and helpers without a room of their own."""
+"""Options, validation, records and shared helpers."""

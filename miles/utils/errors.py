@@ -2,10 +2,10 @@
 
 
 class UserError(ValueError):
-    """Input that a person has to mend: an argument, a file, a plug-in's return value.
+    """Input that a person has to fix: an argument, a file, a plug-in's return value.
 
     The command line prints the message and exits with status 2, without a traceback. A message says what is wrong,
-    what is allowed, what came, and how to mend it.
+    what is allowed, what came, and how to fix it.
     """
 
 

@@ -1,4 +1,4 @@
-"""Small helpers that belong to no other room."""
+"""Plug-ins by dotted path, and files written whole."""
 
 import contextlib
 import importlib

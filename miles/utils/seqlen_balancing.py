@@ -1,4 +1,4 @@
-"""Spread rows of unequal length."""
+"""Packing of rows of unequal length into micro-batches."""
 
 from __future__ import annotations
 

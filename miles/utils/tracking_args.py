@@ -47,13 +47,13 @@ def validate_tracking_args(args: Any) -> None:
 
 def _check_installed(package: str, minimum: str) -> None:
     """Check a package's version without importing it."""
-    mend = f'in this project\'s folder: pip install -e ".[{package}]"'
+    fix = f'in this project\'s folder: pip install -e ".[{package}]"'
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
-        raise UserError(f"--tracking {package} needs the package {package}, which is not installed; {mend}") from None
+        raise UserError(f"--tracking {package} needs the package {package}, which is not installed; {fix}") from None
     if _numbers(version) < _numbers(minimum):
-        raise UserError(f"--tracking {package} needs {package}>={minimum}, and {version} is installed; {mend}")
+        raise UserError(f"--tracking {package} needs {package}>={minimum}, and {version} is installed; {fix}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ def move_to_device(shard: dict[str, Any], device: torch.device | str) -> Rollout
 
     Returns:
         A new batch: `TOKEN_COLUMNS` as B 1-D tensors, `SCALAR_COLUMNS` as one `[B]` tensor, the rest unchanged.
-        Tokens and masks are whole; log-probs are cut to this context-parallel rank's tokens ("thd").
+        Tokens and masks are whole; log-probs are sliced to this context-parallel rank's tokens ("thd").
     """
     batch = dict(shard)
     for key, dtype in TOKEN_COLUMNS.items():

@@ -1,6 +1,6 @@
 """Metrics: add them up over micro-batches and ranks, divide each by its own normalizer, log.
 
-A metric is a pair of a sum and a count until the last moment; pairs add up over any cut, means do not.
+A metric is a pair of a sum and a count until the last moment; pairs add up over any split, means do not.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ ARCHITECTURE_ARGUMENTS = ("hidden_size", "num_layers", "num_attention_heads", "m
 
 
 class TrainActor(abc.ABC):
-    """The policy, its optimizer and, for the KL term, its reference, spread over all processes by a backend.
+    """The policy, its optimizer and, for the KL term, its reference, distributed over all processes by a backend.
 
     Attributes:
         start_rollout_id: The rollout to train next: 0, or where the loaded checkpoint stopped.

@@ -91,7 +91,7 @@ def _open(name: str, opener: Callable[[], Tracker]) -> Tracker:
     except Exception as error:  # as above
         hint = "; --wandb-mode offline needs neither account nor network" if name == "wandb" else ""
         raise UserError(
-            f"--tracking {name} does not start: {_in_one_line(error)}; mend that, or leave it out{hint}"
+            f"--tracking {name} does not start: {_in_one_line(error)}; fix that, or leave it out{hint}"
         ) from error
     logger.info("%s: %s", name, tracker.location)
     return tracker

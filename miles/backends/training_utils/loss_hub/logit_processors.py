@@ -107,8 +107,8 @@ def get_log_probs_and_entropy(
     )
 
     def per_row(values: torch.Tensor) -> list[torch.Tensor]:
-        spread = values.new_zeros(positions.numel()).index_put((active.to(values.device),), values)
-        return list(spread.split(lengths)) if lengths else []
+        scattered = values.new_zeros(positions.numel()).index_put((active.to(values.device),), values)
+        return list(scattered.split(lengths)) if lengths else []
 
     result = {"log_probs": per_row(log_probs)}
     if with_entropy:

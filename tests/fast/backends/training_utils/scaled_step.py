@@ -1,4 +1,4 @@
-"""A step of any size: rows whose every number is a formula, and the law over them in whole numbers.
+"""A step of any size: rows whose every number is a formula, and the definition over them in whole numbers.
 
 Of row i and response token t: value x = ((7 i + 3 t) % 11 + i % 5 - 5) / 4; mask 0 at every tenth token, and for whole
 rows now and then; a seventh of the tokens is rejected; weights are 1/2, 1 and 2. All are whole numbers over 4 and over

@@ -86,7 +86,7 @@ def test_counts_are_frozen():
         StepCounts(1, 1, 1).num_tokens = 2
 
 
-def law(rows, mode, divisor=8.0):
+def definition(rows, mode, divisor=8.0):
     """`(1/Z) sum_i (1/d_i) sum_t m x` put together from the file's parts."""
     masks, values = tensors(rows)
     group_sums = [sum(sum(other.mask) for other in rows if other.group == row.group) for row in rows]
@@ -106,7 +106,7 @@ def law(rows, mode, divisor=8.0):
 @pytest.mark.parametrize("mode", oracle.MODES)
 @pytest.mark.parametrize("rows", [ROWS, ROWS[::-1], [ROWS[2], ROWS[0], ROWS[3], ROWS[1]]], ids=["", "back", "mixed"])
 def test_parts_make_the_law(mode, rows):
-    assert law(rows, mode) == pytest.approx(float(oracle.value(rows, mode, 8)), rel=1e-6)
+    assert definition(rows, mode) == pytest.approx(float(oracle.value(rows, mode, 8)), rel=1e-6)
 
 
 def test_worked_example_by_hand():
@@ -117,13 +117,13 @@ def test_worked_example_by_hand():
         Row.of([1], [1], group=1),
         Row.of([1], [1], group=1),
     ]
-    values = [law(rows, mode) for mode in ("token_mean", "sample_mean", "prompt_mean", "constant")]
+    values = [definition(rows, mode) for mode in ("token_mean", "sample_mean", "prompt_mean", "constant")]
     assert values == pytest.approx([0.4, 0.75, 0.625, 0.125], rel=1e-6)
 
 
 def test_prompt_mean_is_not_the_mean_of_sample_means():
     masks_only = [Row(row.mask, row.values, row.group) for row in ROWS]
-    assert law(masks_only, "prompt_mean") != pytest.approx(law(masks_only, "sample_mean"), abs=0.1)
+    assert definition(masks_only, "prompt_mean") != pytest.approx(definition(masks_only, "sample_mean"), abs=0.1)
 
 
 def test_prompt_denominators():

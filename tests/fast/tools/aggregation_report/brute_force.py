@@ -1,4 +1,4 @@
-"""Every number of the report by plain loops over tokens, in fractions, from the law in `tests.fast.oracle`."""
+"""Every number of the report by plain loops over tokens, in fractions, from the definition in `tests.fast.oracle`."""
 
 from __future__ import annotations
 

@@ -85,10 +85,10 @@ def test_jsonl_alone_opens_nothing_else(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_tool_that_does_not_start_is_for_the_user_to_mend(tmp_path):
+def test_a_tool_that_does_not_start_is_for_the_user_to_fix(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed (extra `tensorboard`)")
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match=r"^--tracking tensorboard does not start: .*mend that, or leave it out$"):
+    with pytest.raises(UserError, match=r"^--tracking tensorboard does not start: .*fix that, or leave it out$"):
         open_trackers(Namespace(tracking=["jsonl", "tensorboard"]), _metrics(tmp_path))
 
 
