@@ -58,7 +58,7 @@ def get_miles_extra_args_provider(add_custom_arguments: AddArguments | None = No
 
 
 def build_parser(add_custom_arguments: AddArguments | None = None) -> argparse.ArgumentParser:
-    """Return the command line's parser. Long options cannot be abbreviated: a new option would change an old script."""
+    """Return the command line's parser. Long options are never abbreviated: a new option would change old scripts."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [OPTIONS]",
         description=_DESCRIPTION,

@@ -1,4 +1,4 @@
-"""The definition in exact fractions: plain loops over samples and tokens, sharing no code and no shape with the package.
+"""The definition in exact fractions: loops over samples and tokens, sharing no code and no shape with the package.
 
 Each mode is its own sentence of the table of modes, not the common form `(1/Z) sum_i (1/d_i) sum_t m x` that the
 package computes, so the two can only agree by both being right.

@@ -21,8 +21,8 @@ from miles.ray.rollout.train_data_conversion import process_rollout_data_shard, 
 from tests.fast import oracle
 from tests.fast.backends.training_utils.harness import train_data_of
 from tests.fast.backends.training_utils.layout import batch_sizes, mode_namespace, simulated_state
-from tests.fast.backends.training_utils.test_split_properties import PROPERTY, TOLERANCE, steps
 from tests.fast.backends.training_utils.test_pipeline import SCHEDULES, in_two_steps
+from tests.fast.backends.training_utils.test_split_properties import PROPERTY, TOLERANCE, steps
 
 VOCAB = 8
 UNIFORM = -torch.log(torch.tensor(float(VOCAB))).item()

@@ -8,8 +8,8 @@ from tests.fast import oracle
 from tests.fast.backends.training_utils import harness
 from tests.fast.backends.training_utils.layout import batch_sizes, mode_namespace
 from tests.fast.backends.training_utils.pipeline import run_pipeline, schedules
-from tests.fast.backends.training_utils.test_split_properties import PROPERTY, steps
 from tests.fast.backends.training_utils.test_normalization_cases import BY_ID, CASES, flat, rows_of
+from tests.fast.backends.training_utils.test_split_properties import PROPERTY, steps
 
 SCHEDULES = {
     "one": {"micro_batch_size": 1},

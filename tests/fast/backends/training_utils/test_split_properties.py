@@ -1,4 +1,4 @@
-"""The definition as a property: whatever the rows, masks, groups, rollouts and cut, the step's value, gradient and metrics
+"""Property: whatever the rows, masks, groups, rollouts and split, the step's value, gradient and metrics
 are those of the unsplit fractions oracle."""
 
 from fractions import Fraction

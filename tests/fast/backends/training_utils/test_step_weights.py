@@ -25,8 +25,8 @@ from tests.fast.backends.training_utils.described import (
 from tests.fast.backends.training_utils.layout import batch_sizes, mode_namespace
 from tests.fast.backends.training_utils.meetings import World
 from tests.fast.backends.training_utils.test_changed_masks import changed
-from tests.fast.backends.training_utils.test_split_properties import PROPERTY, steps
 from tests.fast.backends.training_utils.test_pipeline import SCHEDULES, in_two_steps
+from tests.fast.backends.training_utils.test_split_properties import PROPERTY, steps
 
 HERE = __name__
 
