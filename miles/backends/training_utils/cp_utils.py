@@ -100,22 +100,10 @@ def slice_log_prob_with_cp(
     qkv_format: str = "thd",
     max_seq_len: int | None = None,
 ) -> torch.Tensor:
-    """Slice one response's values `[response_length]` to the `[T_i]` on this rank.
-
-    Raises:
-        ValueError: the values do not cover the response.
-    """
-    if len(log_prob) != response_length:
-        raise ValueError(f"expected one value for each of {response_length} response tokens, got {len(log_prob)}")
-    _, chunks, *_ = get_logits_and_tokens_offset_with_cp(total_length, response_length, qkv_format, max_seq_len)
-    first = total_length - response_length - 1  # the position that predicts the first response token
-
-    def share(chunk: Range) -> torch.Tensor:
-        # Without a prompt no position predicts the first token; it then goes with position 0.
-        start = max(chunk[0] - first, 0) if chunk[0] > 0 else 0
-        return log_prob[start : max(min(chunk[1], total_length - 1) - first, start)]
-
-    return torch.cat([share(chunk) for chunk in chunks])
+    """Slice one response's values `[response_length]` to the `[T_i]` on this rank; ValueError where they are fewer."""
+    max_seq_lens = None if max_seq_len is None else [max_seq_len]
+    [local] = get_local_response_loss_masks([total_length], [response_length], [log_prob], qkv_format, max_seq_lens)
+    return local
 
 
 def _slice_loss_mask_for_local_cp(
@@ -136,7 +124,21 @@ def get_local_response_loss_masks(
     qkv_format: str = "thd",
     max_seq_lens: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """Slice the loss mask of each of B rows to this rank's tokens: `[response_length]` to `[T_i]`."""
+    """Slice the loss mask, or other values, of each of B responses to this rank's tokens.
+
+    Args:
+        total_lengths: B lengths of prompt and response.
+        response_lengths: B lengths of the response.
+        loss_masks: B rows `[response_length]`.
+        qkv_format: "thd" or "bshd".
+        max_seq_lens: B padded lengths, for "bshd".
+
+    Returns:
+        B rows `[T_i]`.
+
+    Raises:
+        ValueError: a row does not cover its response.
+    """
     _check_rows(total_lengths, response_lengths, loss_masks)
     shares = _local_shares(total_lengths, response_lengths, qkv_format, max_seq_lens)
     if shares is None or not loss_masks:
@@ -162,8 +164,6 @@ def _local_shares(
     max_seq_lens: Sequence[int] | None,
 ) -> np.ndarray | None:
     """Return how each response falls apart on this rank, or None where every rank holds all of it.
-
-    The arithmetic of `slice_log_prob_with_cp` for all rows at once.
 
     Returns:
         `[B, 5]` int64 lengths of what is elsewhere, here, elsewhere, here and elsewhere, in the response's order.

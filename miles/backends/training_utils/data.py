@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles.backends.training_utils.cp_utils import slice_log_prob_with_cp, slice_with_cp
+from miles.backends.training_utils.cp_utils import get_local_response_loss_masks, slice_with_cp
 from miles.backends.training_utils.loss import get_token_counts_by_step
 from miles.backends.training_utils.loss_aggregation import StepCounts
 from miles.backends.training_utils.parallel import get_parallel_state
@@ -54,12 +54,9 @@ def move_to_device(shard: dict[str, Any], device: torch.device | str) -> Rollout
             lengths = [len(row) for row in shard[key]]
             batch[key] = list(flat.split(lengths)) if lengths else []
     if "rollout_log_probs" in batch:
-        batch["rollout_log_probs"] = [
-            slice_log_prob_with_cp(log_probs, total_length, response_length)
-            for log_probs, total_length, response_length in zip(
-                batch["rollout_log_probs"], batch["total_lengths"], batch["response_lengths"], strict=True
-            )
-        ]
+        batch["rollout_log_probs"] = get_local_response_loss_masks(
+            batch["total_lengths"], batch["response_lengths"], batch["rollout_log_probs"]
+        )
     for key, dtype in SCALAR_COLUMNS.items():
         if key in shard:
             batch[key] = torch.tensor(shard[key], dtype=dtype).to(device)

@@ -26,11 +26,12 @@ def use_cp(cp_rank, cp_size):
 
 def zigzag_mask(row, mask, cp_rank, cp_size, padded_length):
     """The mask at the response tokens that the rank's logits predict, walking every position of the padded sequence:
-    chunk k of 2 * cp_size belongs to rank k in the first half and to the mirror rank in the second."""
+    chunk k of 2 * cp_size belongs to rank k in the first half and to the mirror rank in the second. The first token of
+    a row without a prompt, which no position predicts, goes with position 0."""
     chunk = -(-padded_length // (2 * cp_size))
     kept = []
-    for position in range(2 * cp_size * chunk):
-        owner = position // chunk
+    for position in range(-1, 2 * cp_size * chunk):
+        owner = max(position, 0) // chunk
         owner = owner if owner < cp_size else 2 * cp_size - 1 - owner
         t = position + 1 - row.prompt_length
         if owner == cp_rank and 0 <= t < row.response_length:
@@ -42,7 +43,7 @@ def zigzag_mask(row, mask, cp_rank, cp_size, padded_length):
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 def test_slice_of_every_small_shape(cp_size, qkv_format):
     """Every prompt and response length up to eight; mask entries are distinct, so an order mistake shows."""
-    for prompt_length, response_length in itertools.product(range(1, 8), range(1, 9)):
+    for prompt_length, response_length in itertools.product(range(8), range(1, 9)):
         row = Row.of([1] * response_length, [0] * response_length, prompt_length=prompt_length)
         marks = list(range(100, 100 + response_length))
         max_seq_len = row.total_length + 3 if qkv_format == "bshd" else None
