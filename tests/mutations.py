@@ -88,8 +88,8 @@ MUTANTS = [
     Mutant(
         "log with one divisor for all",
         f"{LAYER}/loss.py",
-        'sums["term"] if key in by_term else samples for key in metrics',
-        'sums["term"] if key in by_term else sums["tokens"] for key in metrics',
+        'units = [metrics.units.get(key, "samples") for key in metrics]',
+        'units = [metrics.units.get(key, "tokens") for key in metrics]',
     ),
     Mutant(
         "unmask the numerator",

@@ -22,7 +22,7 @@ from miles.backends.training_utils.loss_aggregation import LossAggregation, Step
 from miles.backends.training_utils.loss_hub.advantages import compute_advantages, normalize_advantages
 from miles.backends.training_utils.loss_hub.losses import get_loss_function
 from miles.backends.training_utils.loss_hub.responses import Responses
-from miles.backends.training_utils.loss_term import LossTerm
+from miles.backends.training_utils.loss_term import LossTerm, MetricDict
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.errors import UserError
 from miles.utils.options import Options
@@ -115,8 +115,9 @@ def loss_function(
     num_tokens = get_active_token_count(batch["loss_masks"]).to(logits.device)
     normalizer = num_tokens if per_token else torch.ones_like(num_tokens)
     scaled = _scale(term, loss, num_microbatches, megatron=apply_megatron_loss_scaling)
-    sums = {"tokens": num_tokens, "term": term.row_totals.sum().to(logits.device)}
-    return scaled, normalizer, _log_dict(metrics, _num_samples(batch), sums, plain_is_term=per_token)
+    num_samples = torch.as_tensor(_num_samples(batch), dtype=torch.int64, device=logits.device)
+    totals = {"samples": num_samples, "tokens": num_tokens, "term": term.row_totals.sum().to(logits.device)}
+    return scaled, normalizer, _log_dict(metrics, totals, plain_unit="term" if per_token else "samples")
 
 
 def _checked_loss(args: Options, result: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
@@ -159,29 +160,23 @@ def _num_samples(batch: RolloutBatch) -> int | torch.Tensor:
     return len(batch["response_lengths"]) if rollout_counts is None else torch.as_tensor(rollout_counts).sum()
 
 
-def _log_dict(
-    metrics: Mapping[str, torch.Tensor],
-    num_samples: int | torch.Tensor,
-    sums: Mapping[str, torch.Tensor],
-    *,
-    plain_is_term: bool,
-) -> LogDict:
-    """Pack metric sums with the counts that normalize them; `plain_is_term` says which count that is in plain dicts.
+def _log_dict(metrics: Mapping[str, torch.Tensor], totals: Mapping[str, torch.Tensor], *, plain_unit: str) -> LogDict:
+    """Pack metric sums with the counts that normalize them.
 
-    `sums` are the micro-batch's active "tokens" and what the main "term" counts of them.
+    Args:
+        metrics: Local sums; a plain dictionary's are all normalized by `plain_unit`.
+        totals: The micro-batch's "samples", its active "tokens", and what the main "term" counts of them.
+        plain_unit: "samples" or "term".
     """
-    device = sums["tokens"].device
-    by_token: frozenset[str] = getattr(metrics, "token_normalized", frozenset())
-    by_term: frozenset[str] = getattr(metrics, "term_normalized", frozenset(metrics) if plain_is_term else frozenset())
+    device = totals["samples"].device
     values = [torch.as_tensor(value, dtype=torch.float32, device=device).detach() for value in metrics.values()]
-    samples = torch.as_tensor(num_samples, dtype=torch.int64, device=device)
-    if not by_token and not by_term:
-        return {"keys": list(metrics), "values": torch.stack([samples.float(), *values])}
-    of_key = {
-        key: sums["tokens"] if key in by_token else sums["term"] if key in by_term else samples for key in metrics
-    }
-    dtype = sums["term"].dtype
-    normalizers = torch.stack([normalizer.to(dtype) for normalizer in of_key.values()])
+    if isinstance(metrics, MetricDict):
+        units = [metrics.units.get(key, "samples") for key in metrics]
+    else:
+        units = [plain_unit] * len(metrics)
+    if set(units) <= {"samples"}:
+        return {"keys": list(metrics), "values": torch.stack([totals["samples"].float(), *values])}
+    normalizers = torch.stack([totals[unit].to(totals["term"].dtype) for unit in units])
     return {"keys": list(metrics), "values": torch.stack(values), "normalizers": normalizers}
 
 

@@ -20,8 +20,9 @@ them. Shapes: B rows, T tokens of them on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -47,25 +48,15 @@ TERM_COLUMNS = ("row_totals", "rollout_totals", "rollout_token_totals", "prompt_
 class MetricDict(dict[str, torch.Tensor]):
     """Scalar metrics of a micro-batch, each a local sum, with the step total that it has to be divided by.
 
-    `token_normalized` names the keys that are sums over active tokens (divide by M); `term_normalized` those over the
-    tokens that the main term counts, which are others where a correction or loss weights changed them. All other
-    keys are sums over samples (divide by N).
+    Attributes:
+        units: By key, "tokens" for a sum over active tokens (divide by M), or "term" for one over the tokens that the
+            main term counts, which are others where a correction or loss weights changed them. All other keys are
+            sums over samples (divide by N).
     """
 
-    def __init__(
-        self,
-        per_sample: dict[str, torch.Tensor],
-        per_token: dict[str, torch.Tensor],
-        per_term: dict[str, torch.Tensor] | None = None,
-        *,
-        order: Sequence[str] = (),
-    ) -> None:
-        per_term = per_term or {}
-        merged = {**per_sample, **per_token, **per_term}
-        first = [key for key in order if key in merged]
-        super().__init__({key: merged[key] for key in [*first, *(key for key in merged if key not in first)]})
-        self.token_normalized = frozenset(per_token)
-        self.term_normalized = frozenset(per_term)
+    def __init__(self, metrics: Mapping[str, torch.Tensor], units: Mapping[str, Literal["tokens", "term"]]) -> None:
+        super().__init__(metrics)
+        self.units = units
 
 
 @dataclass(frozen=True)

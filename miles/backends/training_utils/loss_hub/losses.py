@@ -10,6 +10,7 @@ Shapes: B rows, T_i response tokens of row i on this rank, T = sum_i T_i.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
@@ -78,7 +79,7 @@ def policy_loss_function(
     reduce = PolicyReducers.of(responses, masks, sum_of_sample_mean)
     terms = {"pg_loss": reduce.pg(pg_loss)}
     loss = terms["pg_loss"]
-    logged = {"pg_clipfrac": (reduce.kept, pg_clipfrac), "ppo_kl": (reduce.kept, ppo_kl)}
+    logged = {}
     auxiliary = {"entropy_loss": (-args.entropy_coef, entropy)}
     if args.use_kl_loss:
         auxiliary["kl_loss"] = args.kl_loss_coef, _kl_to_reference(responses, log_probs, old_log_probs)
@@ -88,10 +89,12 @@ def policy_loss_function(
             loss = loss + coefficient * terms[name]
         else:
             logged[name] = reduce.auxiliary, values
+    logged |= {"pg_clipfrac": (reduce.kept, pg_clipfrac), "ppo_kl": (reduce.kept, ppo_kl)}
     logged |= {name: (reduce.whole, values) for name, values in mismatch.items()}
     logged["ess_ratio"] = reduce.whole_like_mode, _effective_sample_ratio(responses, ppo_kl.detach())
     metrics = reduce_together({name: (reducer, values.detach()) for name, (reducer, values) in logged.items()})
-    return loss, _sort_metrics(args, {"loss": loss, **terms, **metrics})
+    metrics = {name: value.detach() for name, value in {"loss": loss, **terms}.items()} | metrics
+    return loss, MetricDict(metrics, _units(args))
 
 
 def _score(
@@ -141,16 +144,12 @@ def _kl_to_reference(responses: Responses, log_probs: torch.Tensor, old_log_prob
     return compute_approx_kl(log_probs, reference, responses.args.kl_loss_type, importance_ratio=ratio)
 
 
-def _sort_metrics(args: Options, metrics: dict[str, torch.Tensor]) -> MetricDict:
-    """Sort the metrics by the count that normalizes them under `token_mean`; else all are sums over samples."""
-    order = ["loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "ess_ratio"]
-    metrics = {name: value.detach() for name, value in metrics.items()}
+def _units(args: Options) -> dict[str, Literal["tokens", "term"]]:
+    """Return which metrics of the policy loss are not sums over samples: some under `token_mean`, else none."""
     if not LossAggregation.of(args).counts_tokens:
-        return MetricDict(metrics, {}, order=order)
-    of_term = {"loss", "pg_loss"} | ({"entropy_loss", "kl_loss"} if args.aux_loss_aggregation == "match" else set())
-    per_term = {name: metrics.pop(name) for name in sorted(of_term & metrics.keys())}
-    per_token = {"ess_ratio": metrics.pop("ess_ratio")}
-    return MetricDict(metrics, per_token, per_term, order=order)
+        return {}
+    of_term = ("loss", "pg_loss", *(("entropy_loss", "kl_loss") if args.aux_loss_aggregation == "match" else ()))
+    return {**dict.fromkeys(of_term, "term"), "ess_ratio": "tokens"}
 
 
 def _effective_sample_ratio(responses: Responses, ppo_kl: torch.Tensor) -> torch.Tensor:

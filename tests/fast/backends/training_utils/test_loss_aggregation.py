@@ -19,7 +19,6 @@ from miles.backends.training_utils.loss_aggregation import (
     mask_sums,
     prompt_denominators,
 )
-from miles.backends.training_utils.loss_term import MetricDict
 from tests.fast import oracle
 from tests.fast.oracle import Row
 
@@ -196,11 +195,3 @@ def test_denominators_of_another_length_are_refused():
     masks, _ = tensors(ROWS)
     with pytest.raises(ValueError, match="one denominator for each of 4 rows"):
         make_reducer(masks, denominators=torch.ones(3))
-
-
-def test_metric_dict_tells_the_normalizer_by_type_and_keeps_the_order():
-    one, two, three = (torch.tensor(x) for x in (1.0, 2.0, 3.0))
-    metrics = MetricDict({"ppo_kl": one, "tis": three}, {"pg_loss": two}, order=("pg_loss", "ppo_kl"))
-    assert list(metrics) == ["pg_loss", "ppo_kl", "tis"]
-    assert metrics.token_normalized == {"pg_loss"}
-    assert dict(metrics) == {"pg_loss": two, "ppo_kl": one, "tis": three}
