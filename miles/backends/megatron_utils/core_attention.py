@@ -1,37 +1,25 @@
 """Causal attention over packed rows, for the local layer spec, with or without context parallelism.
 
 Megatron-Core's own unfused attention takes neither packed rows nor context parallelism; the fused ones need
-Transformer Engine. This one serves where that is not installed. Under context parallelism every rank gathers the keys
-and values of the others, which is exact and simple, and holds them whole, which is what makes it one for small models.
+Transformer Engine. This one serves where that is not installed. It attends to one row at a time, so that what it
+needs beyond its inputs and outputs grows with the longest row, not with the micro-batch. Under context parallelism
+every rank gathers the keys and values of the others, which is exact and simple, and made for small models.
 
-Shapes: T tokens on this rank, K = T * cp_size tokens in all, A heads, D per head.
+Shapes: B rows of P_i tokens, padded at their end; T tokens on this rank, T = sum_i P_i / cp_size; A heads, D per head.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-
-@dataclass
-class PackedRows(PackedSeqParams):
-    """Megatron's packed-row parameters and, for each token on this rank, where it stands.
-
-    Attributes:
-        row: Row of each token, int64 [T].
-        position: Position of each token in its row, int64 [T].
-    """
-
-    row: Tensor | None = None
-    position: Tensor | None = None
+from miles.backends.training_utils.cp_utils import all_reduce_with_cp
+from miles.backends.training_utils.parallel import get_parallel_state
 
 
 class PackedCoreAttention(MegatronModule):
@@ -48,40 +36,37 @@ class PackedCoreAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        packed_seq_params: PackedRows,
+        packed_seq_params: PackedSeqParams,
         **kwargs: Any,
     ) -> Tensor:
         """Map `[T, A, D]` each to `[T, A * D]`; a middle dimension of one batch entry is dropped first."""
         query, key, value = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
-        row, position = packed_seq_params.row, packed_seq_params.position
-        keys, values = gather_over_cp(key), gather_over_cp(value)
-        key_row, key_position = gather_over_cp(row), gather_over_cp(position)
-        visible = (row[:, None] == key_row) & (key_position <= position[:, None])
-        heads_first = (tensor.transpose(0, 1) for tensor in (query, keys, values))
-        mixed = F.scaled_dot_product_attention(*heads_first, attn_mask=visible)
-        return mixed.transpose(0, 1).flatten(1)
+        keys_values = gather_over_cp(torch.stack([key, value], dim=1))
+        lengths = (packed_seq_params.cu_seqlens_q.diff() // keys_values.size(0)).tolist()
+        rows = zip(query.split(lengths), keys_values.split(lengths, dim=1), strict=True)
+        return torch.cat([_attend(*row) for row in rows]).flatten(1)
+
+
+def _attend(query: Tensor, keys_values: Tensor) -> Tensor:
+    """Attend from this rank's `[P / cp_size, A, D]` queries of a row to its `[cp_size, P / cp_size, 2, A, D]` keys."""
+    places = _zigzag_positions(keys_values.size(0) * query.size(0), keys_values.size(0))
+    local = places[get_parallel_state().cp.rank].to(query.device)
+    # Each token goes to its place in the whole row, where the causal mask has a fast kernel and needs no memory.
+    in_order = torch.cat(places).argsort().to(query.device)
+    queries = query.new_zeros(in_order.numel(), *query.shape[1:]).index_copy(0, local, query)
+    keys, values = keys_values.flatten(0, 1)[in_order].unbind(1)
+    heads_first = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
+    return F.scaled_dot_product_attention(*heads_first, is_causal=True)[0].transpose(0, 1)[local]
+
+
+def _zigzag_positions(length: int, cp_size: int) -> list[Tensor]:
+    """Return for each context-parallel rank which positions of a padded row it holds, in its order."""
+    chunks = torch.arange(length).tensor_split(2 * cp_size)
+    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(cp_size)]
 
 
 def gather_over_cp(tensor: Tensor) -> Tensor:
-    """Concatenate `[T, ...]` of every context-parallel rank to `[K, ...]`; differentiable."""
-    if parallel_state.get_context_parallel_world_size() == 1:
-        return tensor
-    return _GatherOverCP.apply(tensor)
-
-
-class _GatherOverCP(torch.autograd.Function):
-    """All-gather whose backward pass sums the ranks' gradients and keeps this rank's share."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        size = parallel_state.get_context_parallel_world_size()
-        parts = [torch.empty_like(tensor) for _ in range(size)]
-        dist.all_gather(parts, tensor.contiguous(), group=parallel_state.get_context_parallel_group())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=parallel_state.get_context_parallel_group())
-        size = parallel_state.get_context_parallel_world_size()
-        return grad.chunk(size)[parallel_state.get_context_parallel_rank()]
+    """Stack `[T, ...]` of every context-parallel rank to `[cp_size, T, ...]`; a gradient sums over the ranks."""
+    cp = get_parallel_state().cp
+    others = torch.zeros_like(tensor)
+    return all_reduce_with_cp(torch.stack([tensor if rank == cp.rank else others for rank in range(cp.size)]))

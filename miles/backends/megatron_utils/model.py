@@ -15,9 +15,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from miles.backends.megatron_utils.core_attention import PackedCoreAttention, PackedRows
+from miles.backends.megatron_utils.core_attention import PackedCoreAttention
 from miles.utils.types import RolloutBatch
 
 
@@ -126,10 +127,10 @@ def forward_chunk(model: DistributedDataParallel | GPTModel, batch: RolloutBatch
         On the last stage logits `[1, T, V / tp]` float32 of this rank's share of the (padded) vocabulary, with the
         padding out of reach; hidden states elsewhere.
     """
-    packed = PackedRows(qkv_format="thd", row=batch["token_rows"], position=batch["position_ids"][0])
-    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-        setattr(packed, name, batch["cu_seqlens"])
-    packed.max_seqlen_q = packed.max_seqlen_kv = batch["max_seqlen"]
+    edges, longest = batch["cu_seqlens"], batch["max_seqlen"]
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
     output = model(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed)
     chunk = getattr(model, "module", model)  # the reference is not wrapped
     return _without_padding(output, vocab_size) if chunk.post_process else output

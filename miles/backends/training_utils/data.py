@@ -223,8 +223,7 @@ def get_batch(
     Returns:
         The columns of `DataIterator.get_next` and: "unconcat_tokens", B rows `[total_length]` int64; "tokens" and
         "position_ids" `[1, T_all]` int64, this context-parallel rank's packed share; "cu_seqlens" `[B + 1]` int32,
-        where whole (padded) rows begin and end; "max_seqlen" int; "token_rows", `[T_all]` int64, the row of each
-        position of "tokens", -1 where it is padding.
+        where whole (padded) rows begin and end; "max_seqlen" int.
     """
     batch = data_iterator.get_next()
     rows = batch["unconcat_tokens"] = batch["tokens"]
@@ -238,7 +237,4 @@ def get_batch(
     batch["position_ids"] = torch.cat([slice_with_cp(row, 0) for row in positions]).unsqueeze(0)
     batch["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)).to(packed[0].device)
     batch["max_seqlen"] = int(lengths.max())
-    batch["token_rows"] = torch.cat(
-        [slice_with_cp(torch.full_like(row, index), -1) for index, row in enumerate(packed)]
-    )
     return batch
