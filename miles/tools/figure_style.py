@@ -62,6 +62,10 @@ _RC: dict[str, Any] = {
 }
 
 
+_LABELLED = ((1.0, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)), (3.0, (1.0, 2.0, 5.0)), (math.inf, (1.0,)))
+"""Which multiples of the powers of ten a logarithmic axis labels, by the decades below which it spans."""
+
+
 @dataclass(frozen=True)
 class Style:
     """What tells one series from the others, each of the four on its own.
@@ -178,17 +182,17 @@ def label_in_plain_numbers(axis: Axis) -> None:
     Args:
         axis: What it measures is drawn already, something of it above 0.
     """
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    from miles.tools.log_ticks import PlainTicks, tick_label
-
-    axis.set_major_locator(PlainTicks(FONT_SIZE))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: tick_label(value)))
-    axis.set_minor_formatter(NullFormatter())
     low, high = (max(float(end), float(axis.get_minpos())) for end in axis.get_data_interval())
     if low <= high < 4 * low:  # around one value, matplotlib would span many decades
         middle, factor = math.sqrt(low) * math.sqrt(high), max(2.0, 1.1 * math.sqrt(high / low))
         axis.axes.set(**{f"{axis.axis_name}lim": (middle / factor, middle * factor)})
+    decades = math.log10(high) - math.log10(low)
+    labelled = next(factors for limit, factors in _LABELLED if decades < limit)
+    axis.set_major_locator(LogLocator(subs=labelled))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:

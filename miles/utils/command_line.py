@@ -13,6 +13,8 @@ from miles.utils.errors import UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+BASE_PACKAGES = ("torch", "numpy", "yaml", "tqdm")
+"""What the package installs with itself, by the names that they are imported under."""
 
 
 def run_tool(work: Callable[[], None]) -> int:
@@ -24,8 +26,8 @@ def run_tool(work: Callable[[], None]) -> int:
         work: Prints what a person gets to see.
 
     Returns:
-        0, also where nobody reads to the end; 2 after a `UserError`, which is told in one line, or where the standard
-        output cannot be written; 130 after Ctrl-C.
+        0, also where nobody reads to the end; 2 after a `UserError`, which is told in one line, without a package
+        that this one installs with itself, or where the standard output cannot be written; 130 after Ctrl-C.
     """
     printed = io.StringIO()
     try:
@@ -56,6 +58,11 @@ def _status_of(work: Callable[[], None]) -> int:
         work()
     except UserError as error:
         tell(f"error: {error}")
+        return EXIT_USER_ERROR
+    except ModuleNotFoundError as error:
+        if error.name not in BASE_PACKAGES:
+            raise
+        tell(f"error: {error.name} is not installed; in this project's folder: pip install -e .")
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

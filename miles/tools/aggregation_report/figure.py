@@ -34,8 +34,9 @@ QUARTERS = ("shortest", "second", "third", "longest")
 SIZE = (10.0, 4.6)
 BARS_WIDTH = 0.84
 """Of a quarter's bars together, where quarters are 1 apart."""
-LONE_MARKERS = (15.0, 11.5, 8.0, 5.0)
-"""Sizes in points of the modes' markers where all answers are of one length and modes may lie on each other."""
+LONE_MARKER, LONE_MARKER_RATIO = 15.0, 0.7
+"""Of the modes' markers where all answers are of one length and modes may lie on each other: the first mode's size in
+points, and the ratio of each next one to it."""
 LONE_BIN = (1 / 1.04, 1.04)
 """A band over one length is as wide as a marker, from and to these multiples of the length."""
 
@@ -137,7 +138,8 @@ def _draw_token_weights(axes: Axes, samples: SampleWeights, divisor: float | Non
     has_weight = any((weights > 0).any() for weights in relative.values())
     if not has_weight:  # zeros have no place on a logarithmic axis
         relative = dict.fromkeys(relative, np.full(len(lengths), np.nan))
-    for size, (mode, weights) in zip(LONE_MARKERS, relative.items(), strict=False):
+    for place, (mode, weights) in enumerate(relative.items()):
+        size = LONE_MARKER * LONE_MARKER_RATIO**place
         _draw_mode(axes, mode_style(mode.name), bin_weights(lengths, weights), _label(mode, divisor), size)
     is_relative = MODES["token_mean"] in samples.token_weights
     low, high = BAND

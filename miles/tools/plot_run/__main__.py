@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles.tools.figure_style import check_figure_path, require_matplotlib, save_figure
-from miles.tools.plot_run.figure import draw_runs
-from miles.tools.plot_run.runs import group_runs, read_runs
-from miles.tools.plot_run.table import describe_groups
 from miles.utils.command_line import run_tool
 from miles.utils.errors import UserError
 from miles.utils.options.declare import ManualHelpFormatter
@@ -18,7 +15,7 @@ _DESCRIPTION = (
     "Draw reward, response length, loss and gradient norm of training runs into one picture. Runs that differ only in "
     "their seeds and folders share a colour: a thin line each, their mean bold. A run may still be going on."
 )
-_EPILOG = "exit status: 0 drawn; 2 something for you to mend, one line says what."
+_EPILOG = "exit status: 0 drawn; 2 something for you to fix, one line says what."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         "--smooth",
         type=int,
         default=1,
-        help="each point is the mean over so many of its run's steps that end there; 1 draws all",
+        help="each point is the mean over so many optimizer steps up to its own, of those that were logged; 1 draws all",
     )
     return parser
 
@@ -54,6 +51,10 @@ def _plot(args: argparse.Namespace) -> None:
     if args.smooth < 1:
         raise UserError(f"--smooth must be at least 1, got {args.smooth}")
     require_matplotlib()
+    from miles.tools.plot_run.figure import draw_runs
+    from miles.tools.plot_run.runs import group_runs, read_runs
+    from miles.tools.plot_run.table import describe_groups
+
     output = check_figure_path(args.output)
     _refuse_to_overwrite(output, args.directories)
     groups = group_runs(read_runs(args.directories))

@@ -80,26 +80,25 @@ class GroupSeries:
     values: np.ndarray
 
 
-def running_mean(values: np.ndarray, size: int) -> np.ndarray:
-    """Return the mean of each value and the finite ones among the `size - 1` before it; NaN where it is not finite.
+def running_mean(steps: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """Return the mean of each value and the finite ones of the `size - 1` steps before its; NaN where it is not finite.
 
     Args:
+        steps: [K] int64, ascending; those that are not there have no part in any mean.
         values: [K] float64.
-        size: Values in a mean, at least 1.
+        size: Steps in a mean, at least 1.
 
     Returns:
         [K] float64.
     """
     finite = np.isfinite(values)
-    sums, counts = (_window_sums(each, size) for each in (np.where(finite, values, 0.0), finite.astype(np.float64)))
-    return np.where(finite, sums / np.maximum(counts, 1.0), np.nan)
-
-
-def _window_sums(values: np.ndarray, size: int) -> np.ndarray:
+    starts = np.searchsorted(steps, steps - min(size, int(steps[-1]) + 1), side="right")
+    windows = np.stack([starts, np.arange(1, len(steps) + 1)], axis=1).ravel()
     # Each window is summed for itself: differences of running totals would lose what follows one huge value.
-    size = max(min(size, len(values)), 1)
-    padded = np.concatenate((np.zeros(size), values))
-    return np.lib.stride_tricks.sliding_window_view(padded, size).sum(axis=-1)[1:]
+    sums, counts = (
+        np.add.reduceat(np.append(each, 0.0), windows)[::2] for each in (np.where(finite, values, 0.0), finite)
+    )
+    return np.where(finite, sums / np.maximum(counts, 1.0), np.nan)
 
 
 def group_series(group: RunGroup, key: str, *, smooth: int = 1) -> GroupSeries:
@@ -109,7 +108,7 @@ def group_series(group: RunGroup, key: str, *, smooth: int = 1) -> GroupSeries:
     steps = np.union1d(steps, steps[:-1][np.diff(steps) > 1] + 1)
     values = np.full((len(runs), len(steps)), np.nan)
     for row, (own_steps, own_values) in zip(values, runs, strict=True):
-        row[np.searchsorted(steps, own_steps)] = running_mean(own_values, smooth)
+        row[np.searchsorted(steps, own_steps)] = running_mean(own_steps, own_values, smooth)
     return GroupSeries(steps, values)
 
 

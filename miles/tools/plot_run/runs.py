@@ -12,7 +12,7 @@ import numpy as np
 
 from miles.utils.errors import UserError
 from miles.utils.run_files import ARGUMENTS_NAME, METRICS_NAME
-from miles.utils.tracking import STEP_KEY
+from miles.utils.tracking import ROLLOUT_KEY, STEP_KEY
 from miles.utils.tracking.metrics_log import parse_record
 
 MODE_ARGUMENT = "loss_aggregation"
@@ -33,6 +33,8 @@ UNTOLD_ARGUMENTS = frozenset(
 )
 """Arguments in which repetitions of one run differ: seeds, and where files and metrics go."""
 UNTOLD_PREFIX = "wandb_"
+_TYPED_ARGUMENTS = {MODE_ARGUMENT: (str, "a mode's name"), DIVISOR_ARGUMENT: (int | float, "a number")}
+"""Arguments that are used for more than a label: their types, and the same in words."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class Run:
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the run's steps, [K] int64, and the values of `key`, [K] float64: NaN where a step has none."""
         steps = np.array([record[STEP_KEY] for record in self.records], dtype=np.int64)
-        return steps, np.array([_as_number(record.get(key)) for record in self.records], dtype=np.float64)
+        return steps, np.array([record.get(key) for record in self.records], dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,10 @@ def _refuse_repeated(directories: Sequence[Path]) -> None:
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run's folder, also while it is being written. What is damaged is left out, with a warning.
+    """Read a run's folder, also while it is being written; a last line that is not finished is left out.
 
     Raises:
-        UserError: it is no run's folder, or a file in it cannot be read.
+        UserError: it is no run's folder, or a file in it cannot be read or holds something else.
     """
     path = directory / METRICS_NAME
     if not directory.is_dir():
@@ -112,26 +114,33 @@ def read_run(directory: Path) -> Run:
             f"{directory} has no {METRICS_NAME}; expected a folder that train.py wrote (--output-dir). "
             f"If it holds such folders, name these: {directory}/*"
         )
-    records, num_damaged = parse_metrics(_read_text(path))
-    if num_damaged:
-        logger.warning("%s: left out %d damaged lines; each step is one JSON object", path, num_damaged)
+    records = _read_metrics(path)
     if not records:
         logger.warning("%s has no step yet; the run is left out", path)
     return Run(directory, _read_arguments(directory / ARGUMENTS_NAME), records)
 
 
-def parse_metrics(text: str) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of `metrics.jsonl` by step, and how many lines are damaged.
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of `metrics.jsonl` by step; of a step that stands there twice, the later line counts."""
+    text = _read_text(path)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    by_step = {}
+    for number, line in lines:
+        record = parse_record(line)
+        if record is not None:
+            by_step[record[STEP_KEY]] = record
+        elif number == lines[-1][0] and not text.endswith("\n"):
+            logger.warning("%s line %d is not finished, as a run that was stopped leaves it; left out", path, number)
+        else:
+            raise UserError(
+                f"{path} line {number} is damaged: expected a JSON object of numbers and nulls with whole numbers "
+                f"{ROLLOUT_KEY!r} and {STEP_KEY!r}, got {_shortened(line)}; remove the line to draw the others"
+            )
+    return [by_step[step] for step in sorted(by_step)]
 
-    Of a step that stands there twice, the later line counts, as the run was resumed before it. A last line that is not
-    finished is no damage, since it is being written.
-    """
-    lines = [line for line in text.split("\n") if line.strip()]
-    records = [parse_record(line) for line in lines]
-    is_finished = text.endswith("\n")
-    num_damaged = sum(record is None for record in (records if is_finished else records[:-1]))
-    by_step = {record[STEP_KEY]: record for record in records if record is not None}
-    return [by_step[step] for step in sorted(by_step)], num_damaged
+
+def _shortened(text: str, length: int = 60) -> str:
+    return ascii(text if len(text) <= length else f"{text[:length]}...")
 
 
 def group_runs(runs: Sequence[Run]) -> list[RunGroup]:
@@ -197,29 +206,33 @@ def _is_told(name: str) -> bool:
 
 
 def _read_arguments(path: Path) -> dict[str, Any] | None:
+    """Return a run's arguments, None where it has no such file, in whose place the folder's name tells of it."""
+    if not path.exists():
+        logger.warning("%s is missing; the run is named after its folder", path)
+        return None
     try:
-        arguments = json.loads(_read_text(path)) if path.exists() else None
-    except ValueError:
+        arguments = json.loads(_read_text(path))
+    except (ValueError, RecursionError):
         arguments = None
-    if isinstance(arguments, dict):
-        return arguments
-    logger.warning("%s is %s; the run is named after its folder", path, "damaged" if path.exists() else "missing")
-    return None
+    remedy = "remove the file to name the run after its folder"
+    if not isinstance(arguments, dict):
+        raise UserError(f"{path} is damaged: expected one JSON object, the run's arguments; {remedy}")
+    for name, (kind, expected) in _TYPED_ARGUMENTS.items():
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise UserError(f"{path} is no run's: {name} must be {expected}, got {_shortened(repr(value))}; {remedy}")
+    return arguments
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _values(arguments: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(_as_json(arguments.get(key)) for key in keys)
-
-
-def _as_number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
 
 
 def _as_json(value: Any) -> str:

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,17 +89,26 @@ def _free_name(path: Path) -> Path:
     return next(candidate for candidate in numbered if not candidate.exists())
 
 
-def parse_record(line: str) -> dict[str, Any] | None:
-    """Return the metrics that a line of `metrics.jsonl` holds, None where it is no step's."""
+def parse_record(line: str) -> dict[str, float | None] | None:
+    """Return the metrics that a line of `metrics.jsonl` holds: numbers by name, null where one was not finite.
+
+    Returns:
+        None where the line is something else.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_step = isinstance(record, dict) and all(_is_number(record.get(key)) for key in (ROLLOUT_KEY, STEP_KEY))
-    return record if is_step else None
+    if not isinstance(record, dict) or not all(map(_is_metric, record.values())):
+        return None
+    return record if all(_is_count(record.get(key)) for key in (ROLLOUT_KEY, STEP_KEY)) else None
 
 
-def _is_number(value: Any) -> bool:
+def _is_metric(value: Any) -> bool:
+    return value is None or type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+
+
+def _is_count(value: Any) -> bool:
     """Whether a value counts steps or rollouts: an integer that a float64 holds exactly, as every reader needs."""
     return type(value) is int and 0 <= value < 2**53
 

@@ -13,6 +13,7 @@ from miles.rollout.debug_data import save_rollout_dump
 from miles.tools.aggregation_report.__main__ import main
 from tests.fast.length_mix import mixed_samples
 from tests.fast.tools.aggregation_report.small_dumps import GLOBAL_BATCH_SIZE, write_dumps
+from tests.fast.tools.plot_run.folders import step, write_run
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -142,3 +143,27 @@ def write_dumps_without_replace(folder: Path) -> list[str]:
     rows = [sample.to_dict() for sample in mixed_samples(2)]
     torch.save({"samples": rows}, folder / "a.pt")
     return [str(folder / "a.pt")]
+
+
+@pytest.mark.parametrize(
+    ("tool", "missing", "command"),
+    [
+        ("aggregation_report", "torch", "pip install -e ."),
+        ("aggregation_report", "matplotlib", 'pip install -e ".[plot]"'),
+        ("plot_run", "numpy", 'pip install -e ".[plot]"'),
+        ("plot_run", "matplotlib", 'pip install -e ".[plot]"'),
+    ],
+)
+def test_a_package_that_is_not_installed_is_one_line(tool, missing, command, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra `plot`")
+    write_run(tmp_path / "run", [step(0, 0.5)])
+    save_rollout_dump(f"{tmp_path}/a.pt", 0, mixed_samples(16))
+    arguments = {"aggregation_report": ["--plot", "a.png", "a.pt"], "plot_run": ["run"]}[tool]
+    code = (
+        f"import sys, runpy; sys.modules[{missing!r}] = None; sys.argv[1:] = {arguments!r}; "
+        f"runpy.run_module('miles.tools.{tool}', run_name='__main__')"
+    )
+    done = run(tmp_path, "-c", code)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.endswith(f"in this project's folder: {command}\n")
+    assert done.stderr.count("\n") == 1

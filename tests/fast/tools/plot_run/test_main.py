@@ -44,7 +44,7 @@ def test_the_command_itself(runs, tmp_path):
         ),
     ],
 )
-def test_what_a_person_has_to_mend(runs, options, message, capsys):
+def test_bad_options(runs, options, message, capsys):
     assert main([*runs, *options]) == 2
     assert capsys.readouterr() == ("", message)
 
@@ -56,11 +56,19 @@ def test_without_matplotlib_nothing_is_read(monkeypatch, capsys):
     assert 'pip install -e ".[plot]"' in capsys.readouterr().err
 
 
+def test_a_damaged_file_is_one_line_and_exit_status_2(runs, tmp_path, capsys):
+    (tmp_path / "token_mean" / "metrics.jsonl").write_text("garbled\n")
+    assert main(runs) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"error: {tmp_path / 'token_mean' / 'metrics.jsonl'} line 1 is damaged: ")
+
+
 def test_stopped_by_a_person(runs, monkeypatch, capsys):
     def stop(directories):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("miles.tools.plot_run.__main__.read_runs", stop)
+    monkeypatch.setattr("miles.tools.plot_run.runs.read_runs", stop)
     assert main(runs) == 130
     assert capsys.readouterr() == ("", "")
 

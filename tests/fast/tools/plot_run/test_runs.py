@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from miles.backends.training_utils.loss_aggregation import MODES
-from miles.tools.plot_run.runs import differing_arguments, group_runs, parse_metrics, read_run, read_runs
+from miles.tools.plot_run.runs import differing_arguments, group_runs, read_run, read_runs
 from miles.utils.arguments import parse_args
 from miles.utils.errors import UserError
 from miles.utils.run_files import write_arguments
@@ -41,37 +43,79 @@ def test_a_step_without_a_value_is_a_hole(tmp_path):
     np.testing.assert_array_equal(losses, [0.25, np.nan, np.nan])
 
 
-@pytest.mark.parametrize("tail", ["", '{"train/st', '{"train/step": 1, "rollout/st'])
-def test_a_run_that_is_being_written(tmp_path, tail, caplog):
-    run = read_run(write_run(tmp_path / "a", [step(0, 0.5)], tail=tail))
-    assert [record["train/step"] for record in run.records] == [0]
+def test_a_run_that_has_finished_its_last_step(tmp_path, caplog):
+    assert len(read_run(write_run(tmp_path / "a", [step(0, 0.5)])).records) == 1
     assert not caplog.records
 
 
-def test_a_last_line_that_only_lacks_its_end_counts():
-    records, num_damaged = parse_metrics(_lines(step(0, 0.5), step(1, 0.75))[:-1])
-    assert ([record["train/step"] for record in records], num_damaged) == ([0, 1], 0)
+@pytest.mark.parametrize("tail", ['{"train/st', '{"train/step": 1, "rollout/st', "{", '{"train/step": 1,\udcff'])
+def test_a_last_line_that_a_stopped_run_left_unfinished_is_left_out_with_a_warning(tmp_path, tail, caplog):
+    directory = write_run(tmp_path / "a", [step(0, 0.5), step(1, 0.5)])
+    with (directory / "metrics.jsonl").open("ab") as file:
+        file.write(tail.encode(errors="surrogateescape"))
+    assert [record["train/step"] for record in read_run(directory).records] == [0, 1]
+    [record] = caplog.records
+    expected = f"{directory / 'metrics.jsonl'} line 3 is not finished, as a run that was stopped leaves it; left out"
+    assert record.getMessage() == expected
 
 
-def test_of_a_step_that_was_done_again_the_later_line_counts():
-    records, num_damaged = parse_metrics(_lines(step(0, 0.1), step(1, 0.2), step(2, 0.3), step(1, 0.4)))
-    assert [(record["train/step"], record["rollout/raw_reward"]) for record in records] == [
-        (0, 0.1),
-        (1, 0.4),
-        (2, 0.3),
-    ]
-    assert num_damaged == 0
+def test_a_last_line_that_only_lacks_its_end_counts(tmp_path, caplog):
+    directory = write_run(tmp_path / "a", [step(0, 0.5)], tail=_lines(step(1, 0.75))[:-1])
+    assert [record["train/step"] for record in read_run(directory).records] == [0, 1]
+    assert not caplog.records
 
 
-def test_damaged_lines_are_left_out_with_a_warning(tmp_path, caplog):
-    directory = write_run(
-        tmp_path / "a", [step(0, 0.5)], tail='{"x": \n[1]\n{"train/loss": 1}\n' + _lines(step(3, 0.5))
-    )
-    assert [record["train/step"] for record in read_run(directory).records] == [0, 3]
-    assert f"{directory / 'metrics.jsonl'}: left out 3 damaged lines" in caplog.text
+def test_of_a_step_that_was_done_again_the_later_line_counts(tmp_path):
+    run = read_run(write_run(tmp_path / "a", [step(0, 0.1), step(1, 0.2), step(2, 0.3), step(1, 0.4)]))
+    rewards = [(record["train/step"], record["rollout/raw_reward"]) for record in run.records]
+    assert rewards == [(0, 0.1), (1, 0.4), (2, 0.3)]
 
 
-@pytest.mark.parametrize("content", ["", "\n", "not JSON at all\n", b"\xff\xfe\x00"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"x": ',
+        "[1]",
+        "7",
+        '{"train/loss": 1}',
+        '{"train/step": 1.0, "rollout/step": 1}',
+        '{"train/step": true, "rollout/step": 1}',
+        '{"train/step": -1, "rollout/step": 1}',
+        '{"train/step": 1, "rollout/step": 1, "train/loss": "low"}',
+        '{"train/step": 1, "rollout/step": 1, "train/loss": [1]}',
+        f'{{"train/step": 1, "rollout/step": 1, "train/loss": 1{"0" * 400}}}',
+        "[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_damaged_line_is_named(tmp_path, line, is_last):
+    tail = f"{line}\n" if is_last else f"{line}\n{_lines(step(3, 0.5))}"
+    directory = write_run(tmp_path / "a", [step(0, 0.5)], tail=tail)
+    with pytest.raises(UserError) as found:
+        read_run(directory)
+    message = str(found.value)
+    assert message.startswith(f"{directory / 'metrics.jsonl'} line 2 is damaged: expected a JSON object of numbers")
+    assert line[:10] in message and len(message) - len(str(directory)) < 300 and "\n" not in message
+
+
+@given(metrics=st.binary(max_size=80), arguments=st.binary(max_size=80), has_good_lines=st.booleans())
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@example(metrics=b"", arguments=b'{"loss_aggregation": ["x"]}', has_good_lines=True)
+@example(metrics=b"", arguments=b'{"loss_aggregation_divisor": "x"}', has_good_lines=True)
+@example(metrics=b'{"train/step": 1e3', arguments=b"[" * 50_000, has_good_lines=True)
+def test_any_bytes_give_runs_or_an_error_of_one_line(tmp_path, metrics, arguments, has_good_lines):
+    good = _lines(step(0, 0.5), step(5, 0.25)).encode() if has_good_lines else b""
+    (tmp_path / "metrics.jsonl").write_bytes(good + metrics)
+    (tmp_path / "args.json").write_bytes(arguments)
+    try:
+        groups = group_runs(read_runs([tmp_path]))
+    except UserError as error:
+        assert "\n" not in str(error).removesuffix("\n")
+    else:
+        assert groups[0].runs[0].series("rollout/raw_reward")[0].size >= 1
+
+
+@pytest.mark.parametrize("content", ["", "\n", "not JSON at all", b"\xff\xfe\x00"])
 def test_runs_without_a_step_are_left_out_with_a_warning(tmp_path, caplog, content):
     full, empty = write_run(tmp_path / "full", [step(0, 0.5)]), write_run(tmp_path / "empty", [])
     (empty / "metrics.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -119,17 +163,39 @@ def test_metrics_that_cannot_be_read(tmp_path, monkeypatch):
         read_run(directory)
 
 
-@pytest.mark.parametrize(("content", "state"), [(None, "missing"), ("{", "damaged"), ("[1]", "damaged")])
-def test_a_run_without_arguments_is_named_after_its_folder_and_stands_alone(tmp_path, caplog, content, state):
+def test_a_run_without_arguments_is_named_after_its_folder_and_stands_alone(tmp_path, caplog):
     others = [write_run(tmp_path / f"known-{seed}", [step(0, 0.5)], seed=seed) for seed in (1, 2)]
     alone = write_run(tmp_path / "alone", [step(0, 0.5)])
-    (alone / "args.json").unlink() if content is None else (alone / "args.json").write_text(content)
+    (alone / "args.json").unlink()
     groups = group_runs(read_runs([*others, alone]))
     assert [(group.label, group.mode, len(group.runs)) for group in groups] == [
         ("known-1, known-2", "sample_mean", 2),
         ("alone", None, 1),
     ]
-    assert f"{alone / 'args.json'} is {state}; the run is named after its folder" in caplog.text
+    assert f"{alone / 'args.json'} is missing; the run is named after its folder" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "args.json is damaged: expected one JSON object, the run's arguments"),
+        ("[1]", "args.json is damaged: expected one JSON object, the run's arguments"),
+        ("[" * 100_000, "args.json is damaged: expected one JSON object, the run's arguments"),
+        (
+            '{"loss_aggregation": ["a"]}',
+            "args.json is no run's: loss_aggregation must be a mode's name, got \"['a']\"",
+        ),
+        ('{"loss_aggregation_divisor": "x"}', "args.json is no run's: loss_aggregation_divisor must be a number, got"),
+    ],
+)
+def test_damaged_arguments(tmp_path, content, message):
+    directory = write_run(tmp_path / "a", [step(0, 0.5)])
+    (directory / "args.json").write_text(content)
+    with pytest.raises(UserError) as found:
+        read_run(directory)
+    assert message in str(found.value) and str(found.value).endswith(
+        "remove the file to name the run after its folder"
+    )
 
 
 def test_the_four_modes_and_their_seeds(tmp_path):
