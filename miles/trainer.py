@@ -94,8 +94,8 @@ def leave(status: int) -> NoReturn:
 
 def _train(args: Options, interrupt: Interrupt) -> int:
     # Here, not at the top: both need torch.
+    from miles.backends.training_utils.finite_checks import NonFiniteError
     from miles.training_loop import train
-    from miles.utils.finite_checks import NonFiniteError
 
     try:
         train(args, on_closing=interrupt.start_closing)

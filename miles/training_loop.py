@@ -7,6 +7,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from miles.backends.training_utils.backend import open_backend
+from miles.backends.training_utils.finite_checks import refuse_non_finite_samples
 from miles.backends.training_utils.parallel import GroupInfo, get_parallel_state
 from miles.backends.training_utils.process_group import World
 from miles.backends.training_utils.train_actor import TrainActor
@@ -22,7 +23,6 @@ from miles.rollout.generate import gather_rollouts
 from miles.rollout.tokenizer import Tokenizer, get_tokenizer
 from miles.utils.distributed_utils import all_gather_objects, on_every_rank
 from miles.utils.errors import UserError
-from miles.utils.finite_checks import refuse_non_finite_samples
 from miles.utils.misc import load_function
 from miles.utils.number_lists import smallest_and_largest
 from miles.utils.options import Options

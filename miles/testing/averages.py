@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from miles.backends.training_utils.loss_aggregation import MODES
-from miles.testing.step import Row, Step
+from miles.testing.step import CustomReducer, Row, Step
+from miles.utils.options import Options
 
 Masks = Sequence[Sequence[int]]
 
@@ -38,12 +38,12 @@ def plain_weighing(masks: Masks) -> Weighing:
     return Weighing(masks, masks)
 
 
-def kept_weighing(args: Namespace, rows: Sequence[Row], kept: Masks) -> Weighing:
+def kept_weighing(args: Options, rows: Sequence[Row], kept: Masks) -> Weighing:
     """Every kept token once; rejected ones are counted under `--rejected-tokens keep`."""
     return Weighing(kept, {"drop": kept, "keep": [row.mask for row in rows]}[args.rejected_tokens])
 
 
-def main_weighing(args: Namespace, rows: Sequence[Row], kept: Masks) -> Weighing:
+def main_weighing(args: Options, rows: Sequence[Row], kept: Masks) -> Weighing:
     """Every kept token by its loss weight; `--loss-weight-normalization` says whether the weights count, or tokens."""
     weights = [row_weights(row) for row in rows]
     counted = kept_weighing(args, rows, kept).counted
@@ -98,6 +98,8 @@ def _token_mean(step: Step, columns: Sequence[Tensor], weighing: Weighing) -> Te
 
 
 def _constant(step: Step, columns: Sequence[Tensor], weighing: Weighing) -> Tensor:
+    if step.divisor is None:
+        raise ValueError("mode constant needs the step's divisor")
     total, _ = _sum_over(columns, range(len(columns)), weighing)
     return total / (step.divisor * len(set(rollout_keys(step.rows))))
 
@@ -111,10 +113,12 @@ DEFINITIONS: dict[str, Callable[[Step, Sequence[Tensor], Weighing], Tensor]] = {
 """Each mode as a sentence of its own, and not in the common form that the package computes."""
 
 
-def aggregate_by_reducer(step: Step, columns: Sequence[Tensor], kept: Masks, weighing: Weighing) -> Tensor:
-    """Return the sum over tokens, each by its weight in the definition of the step's custom reducer."""
+def aggregate_by_reducer(
+    step: Step, reducer: CustomReducer, columns: Sequence[Tensor], kept: Masks, weighing: Weighing
+) -> Tensor:
+    """Return the sum over tokens, each by its weight in the reducer's definition."""
     normalizer = weighing.total if MODES[step.mode].counts_tokens else len(set(rollout_keys(step.rows)))
-    defined = step.reducer.definition(step.rows, kept, normalizer)
+    defined = reducer.definition(step.rows, kept, normalizer)
     factors = [
         [bit and one * other for bit, one, other in zip(bits, *of_row, strict=True)]
         for bits, *of_row in zip(kept, defined, weighing.factors, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -63,11 +64,8 @@ class TrainBackend(abc.ABC):
         for topology in dict.fromkeys(cut.topology for _, cut in jobs):
             chosen = [index for index, (_, cut) in enumerate(jobs) if cut.topology == topology]
             prepared = [self._prepare(*jobs[index]) for index in chosen]
-            ranks = run_world(
-                lambda prepared=prepared: run_jobs_on_rank(prepared, self.gather_gradient),
-                jobs[chosen[0]][1].num_ranks,
-                time_limit=self.time_limit,
-            )
+            run = partial(run_jobs_on_rank, prepared, self.gather_gradient)
+            ranks = run_world(run, jobs[chosen[0]][1].num_ranks, time_limit=self.time_limit)
             for index, *of_each_rank in zip(chosen, *ranks, strict=True):
                 outcomes[index] = _agreed([Outcome(value, _tensors(grad), m) for value, grad, m in of_each_rank])
         return [outcomes[index] for index in range(len(jobs))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -114,7 +114,9 @@ def differences(expected: Outcome, got: Outcome, *, rtol: float) -> list[str]:
     return found
 
 
-def _number_differences(expected: dict, got: dict, rtol: float, *, prefix: str = "") -> list[str]:
+def _number_differences(
+    expected: Mapping[str, float], got: Mapping[str, float], rtol: float, *, prefix: str = ""
+) -> list[str]:
     found = [f"{prefix}{name}: expected {value:.9g}, got none" for name, value in expected.items() if name not in got]
     found += [f"{prefix}{name}: expected none, got {value:.9g}" for name, value in got.items() if name not in expected]
     return found + [
@@ -127,8 +129,8 @@ def _number_differences(expected: dict, got: dict, rtol: float, *, prefix: str =
 def drop_rows(failure: Failure, backend: Backend, *, rtol: float = 1e-5) -> Failure:
     """Leave out one row after another as long as the cut still fails, and return the last failure."""
     while True:
-        smaller = [_without_row(failure, index) for index in range(len(failure.step.rows))]
-        smaller = [(step, cut) for step, cut in smaller if step is not None]
+        jobs = (_without_row(failure, index) for index in range(len(failure.step.rows)))
+        smaller = [(step, cut) for step, cut in jobs if step is not None]
         try:
             found = find_failures(smaller, backend, rtol=rtol) if smaller else []
         except (WorldError, UserError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from miles.testing.step import CustomCorrection, Row
+from miles.utils.options import Options
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Corrected:
     metrics: Mapping[str, Tensor]
 
 
-def correct_row(args: Namespace, correction: CustomCorrection | None, row: Row, trained: Tensor) -> Corrected:
+def correct_row(args: Options, correction: CustomCorrection | None, row: Row, trained: Tensor) -> Corrected:
     """Apply the correction that the options ask for.
 
     Args:
@@ -45,7 +45,9 @@ def correct_row(args: Namespace, correction: CustomCorrection | None, row: Row, 
     if correction is not None:
         factors, kept, metrics = correction.definition(args, row, log_ratio)
         return Corrected(factors, [k * bit for k, bit in zip(kept, row.mask, strict=True)], metrics)
-    built_in: dict[str, Callable[[Namespace, Row, Tensor], Corrected]] = {
+    if log_ratio is None:
+        raise ValueError("a built-in correction needs rollout_log_probs on every row of the step")
+    built_in: dict[str, Callable[[Options, Row, Tensor], Corrected]] = {
         "truncated": _truncate,
         "icepop": _reject_tokens,
         "geometric_rejection": _reject_row,
@@ -54,13 +56,13 @@ def correct_row(args: Namespace, correction: CustomCorrection | None, row: Row, 
     return corrected if args.use_tis else replace(untouched, metrics=corrected.metrics)
 
 
-def _truncate(args: Namespace, row: Row, log_ratio: Tensor) -> Corrected:
+def _truncate(args: Options, row: Row, log_ratio: Tensor) -> Corrected:
     ratio = log_ratio.exp()
     factors = ratio.clamp(args.tis_clip_low, args.tis_clip)
     return Corrected(factors, row.mask, _metrics(ratio, factors != ratio))
 
 
-def _reject_tokens(args: Namespace, row: Row, log_ratio: Tensor) -> Corrected:
+def _reject_tokens(args: Options, row: Row, log_ratio: Tensor) -> Corrected:
     """Reject every token whose ratio lies outside; the others weigh it."""
     ratio = log_ratio.exp()
     inside = [args.tis_clip_low <= r <= args.tis_clip for r in ratio.tolist()]
@@ -68,7 +70,7 @@ def _reject_tokens(args: Namespace, row: Row, log_ratio: Tensor) -> Corrected:
     return Corrected(ratio, kept, _metrics(ratio, ~torch.tensor(inside)))
 
 
-def _reject_row(args: Namespace, row: Row, log_ratio: Tensor) -> Corrected:
+def _reject_row(args: Options, row: Row, log_ratio: Tensor) -> Corrected:
     """Reject the row if the geometric mean of its ratios lies outside; the tokens of others weigh 1."""
     active = [x for x, bit in zip(log_ratio.tolist(), row.mask, strict=True) if bit]
     mean = math.exp(sum(active) / max(len(active), 1))

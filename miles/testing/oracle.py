@@ -6,7 +6,6 @@ Each mode is its own sentence, not the common form that the package computes, so
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -37,6 +36,7 @@ from miles.testing.token_values import (
     row_terms,
 )
 from miles.testing.train_data import make_args, row_tokens
+from miles.utils.options import Options
 
 
 @lru_cache(maxsize=256)
@@ -66,18 +66,18 @@ def expected_outcome(step: Step) -> Outcome:
             loss = loss + first.weight * average
     metrics["loss"] = loss.item()
     loss.backward()
-    gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
-    metrics["grad_norm"] = math.sqrt(sum(part.square().sum().item() for part in gradient.values()))
+    gradient = {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
+    metrics["grad_norm"] = math.sqrt(sum(float(part.square().sum()) for part in gradient.values()))
     return Outcome(loss.item(), gradient, metrics | facts | rollout_metrics)
 
 
-def _average(args: Namespace, step: Step, columns: Sequence[Tensor], average: str, kept: Masks) -> Tensor:
+def _average(args: Options, step: Step, columns: Sequence[Tensor], average: str, kept: Masks) -> Tensor:
     """Return the number that a term comes to over the step."""
     rows = step.rows
     if average == MAIN_TERM:
         weighing = main_weighing(args, rows, kept)
         if step.reducer is not None:
-            return aggregate_by_reducer(step, columns, kept, weighing)
+            return aggregate_by_reducer(step, step.reducer, columns, kept, weighing)
         return aggregate(step, columns, step.mode, weighing)
     by_mode = "token_mean" if MODES[step.mode].counts_tokens else "sample_mean"
     masks = [row.mask for row in rows]
@@ -126,9 +126,9 @@ def _rollout_metrics(step: Step, scores: Sequence[Scores], rewards: Sequence[flo
         "returns": [[row.advantage] * len(row.mask) for row in rows],
     }
     for name in ("log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns"):
-        column = [getattr(row, name) for row in rows]
-        if None not in column:
-            columns[name] = column
+        of_rows = [getattr(row, name) for row in rows]
+        if None not in of_rows:
+            columns[name] = of_rows
     if rows[0].log_probs is None and step.loss == "policy":
         columns["log_probs"] = [one.log_probs.tolist() for one in scores]
     each = {name: sum(values) / len(rows) for name, values in lengths.items()}

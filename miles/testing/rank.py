@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +17,9 @@ from miles.backends.training_utils.step_totals import is_left_empty, prepare_los
 from miles.backends.training_utils.train_actor import ARCHITECTURE_ARGUMENTS, TrainActor, needs_old_log_probs
 from miles.testing.step import PAD_TOKEN_ID, SKIPPED_VALUE, VOCAB_SIZE
 from miles.testing.train_data import TOKEN_COLUMNS
+from miles.utils.options import Options
 
-Prepared = tuple[Namespace, list[dict[str, Any]]]
+Prepared = tuple[Options, list[dict[str, Any]]]
 GatherGradient = Callable[[TrainActor], dict[str, torch.Tensor]]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from miles.utils.options import Options
 
 VOCAB_SIZE = 11
 """Odd and small: under tensor parallelism the vocabulary needs padding."""
@@ -93,9 +94,7 @@ class CustomLoss:
     definition: Definition
 
 
-CorrectionDefinition = Callable[
-    [Namespace, Row, "Tensor | None"], "tuple[Tensor, Sequence[int], Mapping[str, Tensor]]"
-]
+CorrectionDefinition = Callable[[Options, Row, "Tensor | None"], "tuple[Tensor, Sequence[int], Mapping[str, Tensor]]"]
 
 
 @dataclass(frozen=True)

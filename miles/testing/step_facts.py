@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -10,10 +9,11 @@ from torch import Tensor
 
 from miles.testing.averages import Masks, main_weighing, rollout_keys, row_weights
 from miles.testing.step import Row, Step
+from miles.utils.options import Options
 
 
 def step_facts(
-    args: Namespace, step: Step, kept: Masks, main_term: Callable[[Sequence[Tensor]], float]
+    args: Options, step: Step, kept: Masks, main_term: Callable[[Sequence[Tensor]], float]
 ) -> dict[str, float]:
     """Return the step's counts and what its samples weigh, by metric name.
 
@@ -51,7 +51,7 @@ def _is_in_longest_quarter(lengths: Sequence[int], place: int) -> bool:
     return 4 * longer < len(lengths)
 
 
-def _term_counts(args: Namespace, rows: Sequence[Row], kept: Masks) -> dict[str, float]:
+def _term_counts(args: Options, rows: Sequence[Row], kept: Masks) -> dict[str, float]:
     """Return the tokens that the main term sums and what it counts of them."""
     num_kept = sum(
         bool(bit and weight)

@@ -5,7 +5,6 @@ Shapes: T response tokens of one row.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from miles.testing.corrections import correct_row
 from miles.testing.step import CustomLoss, Row, Scores, Step
+from miles.utils.options import Options
 
 MAIN_TERM = "main term"
 """As `--loss-aggregation` or the custom reducer says, over kept tokens, with loss weights."""
@@ -59,15 +59,13 @@ class RowTerms:
     kept: Sequence[int]
 
 
-def row_terms(args: Namespace, step: Step, row: Row, scores: Scores) -> RowTerms:
+def row_terms(args: Options, step: Step, row: Row, scores: Scores) -> RowTerms:
     """Return the terms of one row."""
+    if isinstance(step.loss, CustomLoss):
+        return RowTerms(_custom_terms(step.loss, scores, row), row.mask)
     if step.loss == "policy":
         return _policy_terms(args, step, row, scores)
-    if step.loss == "sft":
-        return RowTerms(_sft_terms(scores), row.mask)
-    if step.loss == "value":
-        return RowTerms(_value_terms(args, row, scores), row.mask)
-    return RowTerms(_custom_terms(step.loss, scores, row), row.mask)
+    return RowTerms(_sft_terms(scores) if step.loss == "sft" else _value_terms(args, row, scores), row.mask)
 
 
 def _custom_terms(loss: CustomLoss, scores: Scores, row: Row) -> dict[str, Term]:
@@ -80,7 +78,7 @@ def _sft_terms(scores: Scores) -> dict[str, Term]:
     return {"loss": Term(-scores.log_probs, DEFAULT_LOSS, 1.0)}
 
 
-def _value_terms(args: Namespace, row: Row, scores: Scores) -> dict[str, Term]:
+def _value_terms(args: Options, row: Row, scores: Scores) -> dict[str, Term]:
     """max((v - R)^2, (v' - R)^2), where v' is v moved at most `value_clip` away from the old prediction."""
     value, old, target = scores.logits[:, 0], _column(row, "values"), _column(row, "returns")
     clipped = torch.minimum(torch.maximum(value, old - args.value_clip), old + args.value_clip)
@@ -92,7 +90,7 @@ def _value_terms(args: Namespace, row: Row, scores: Scores) -> dict[str, Term]:
     }
 
 
-def _policy_terms(args: Namespace, step: Step, row: Row, scores: Scores) -> RowTerms:
+def _policy_terms(args: Options, step: Step, row: Row, scores: Scores) -> RowTerms:
     """PPO's clipped surrogate with w = pi / pi_old, its metrics, and the optional terms that `args` asks for."""
     trained = _trained_log_probs(args, row, scores)
     old = _column(row, "rollout_log_probs") if args.use_rollout_logprobs else trained
@@ -119,23 +117,23 @@ def _policy_terms(args: Namespace, step: Step, row: Row, scores: Scores) -> RowT
         terms["kl_loss"] = Term(_kl(args, row, scores.log_probs, old), auxiliary, args.kl_loss_coef)
     if args.use_tis or args.get_mismatch_metrics:
         terms["ois"] = Term(ratio)
-    mismatch = _mismatch_metrics(args, row, trained) | corrected.metrics
+    mismatch = {**_mismatch_metrics(args, row, trained), **corrected.metrics}
     return RowTerms(terms | {name: Term(values) for name, values in mismatch.items()}, corrected.kept)
 
 
-def _trained_log_probs(args: Namespace, row: Row, scores: Scores) -> Tensor:
+def _trained_log_probs(args: Options, row: Row, scores: Scores) -> Tensor:
     """Log-probs under the engine that trains, before the step."""
     if row.log_probs is not None:
         return _column(row, "log_probs")
     return scores.log_probs.detach() if _wants_own(args) else _column(row, "rollout_log_probs")
 
 
-def _wants_own(args: Namespace) -> bool:
+def _wants_own(args: Options) -> bool:
     """Whether something asks the backend for log-probs of its own."""
     return not args.use_rollout_logprobs or args.get_mismatch_metrics
 
 
-def _mismatch_metrics(args: Namespace, row: Row, trained: Tensor) -> dict[str, Tensor]:
+def _mismatch_metrics(args: Options, row: Row, trained: Tensor) -> dict[str, Tensor]:
     """How far the engine that sampled is from the one that trains, where both are known."""
     if row.rollout_log_probs is None or (row.log_probs is None and not _wants_own(args)):
         return {}
@@ -146,7 +144,7 @@ def _mismatch_metrics(args: Namespace, row: Row, trained: Tensor) -> dict[str, T
     }
 
 
-def _kl(args: Namespace, row: Row, log_probs: Tensor, old: Tensor) -> Tensor:
+def _kl(args: Options, row: Row, log_probs: Tensor, old: Tensor) -> Tensor:
     """Schulman's estimators of KL(pi || pi_ref)."""
     log_ratio = log_probs - _column(row, "ref_log_probs")
     third = torch.exp(-log_ratio) - 1 + log_ratio

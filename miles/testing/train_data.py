@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from miles.ray.rollout.train_data_conversion import convert_samples_to_train_dat
 from miles.testing.averages import rollout_keys
 from miles.testing.step import VOCAB_SIZE, CustomLoss, Cut, Step
 from miles.utils.arguments import parse_args
+from miles.utils.options import Options
 from miles.utils.types import Sample
 
 VALUE_LOSS_PATH = "miles.testing.value_head.first_logit_value_loss"
@@ -21,7 +21,7 @@ TOKEN_COLUMNS = ("log_probs", "ref_log_probs", "values", "returns")
 """Per-token columns of a row that training would have computed itself."""
 
 
-def make_args(step: Step, cut: Cut, *, backend_options: Sequence[str] = ()) -> Namespace:
+def make_args(step: Step, cut: Cut, *, backend_options: Sequence[str] = ()) -> Options:
     """Return the resolved arguments of a run that trains on the step alone.
 
     Raises:
@@ -72,7 +72,7 @@ def _cut_options(step: Step, cut: Cut) -> Iterator[str]:
         yield from ("--virtual-pipeline-model-parallel-size", str(cut.virtual_stages))
 
 
-def make_shards(args: Namespace, step: Step, cut: Cut) -> list[dict[str, Any]]:
+def make_shards(args: Options, step: Step, cut: Cut) -> list[dict[str, Any]]:
     """Return each data-parallel rank's rows, as the package's conversion makes them and the cut deals them out."""
     samples = [_sample(step, index) for index in range(len(step.rows))]
     data = convert_samples_to_train_data(args, samples, {}, None, None)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import torch
 
 from miles.backends.training_utils.loss_aggregation import Reducer
 from miles.backends.training_utils.loss_hub.losses import value_loss_function
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 
 
 def first_logit_value_loss(
-    args: Namespace, batch: RolloutBatch, logits: torch.Tensor, sum_of_sample_mean: Reducer
+    args: Options, batch: RolloutBatch, logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Call `value_loss_function` with the first logit as the value head's output.
 

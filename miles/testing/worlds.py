@@ -84,7 +84,7 @@ def _collect(receivers: list[Connection], time_limit: float) -> list[Any]:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for receiver in ready:
+        for receiver in [receiver for receiver in waiting if receiver in ready]:
             rank = waiting.pop(receiver)
             try:
                 results[rank], error = receiver.recv()
@@ -94,7 +94,8 @@ def _collect(receivers: list[Connection], time_limit: float) -> list[Any]:
                 errors[rank] = error
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     if not errors and waiting:
-        errors = dict.fromkeys(waiting.values(), f"did not finish within {time_limit:g} s and was killed")
+        message = f"did not finish within {time_limit:g} s and was killed"
+        errors = dict.fromkeys(waiting.values(), message)
     if errors:
         raise WorldError(
             "\n".join(f"rank {rank} of {len(receivers)}: {text}" for rank, text in sorted(errors.items()))

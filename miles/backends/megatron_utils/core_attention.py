@@ -55,8 +55,8 @@ def _attend(query: Tensor, keys_values: Tensor) -> Tensor:
     in_order = torch.cat(places).argsort().to(query.device)
     queries = query.new_zeros(in_order.numel(), *query.shape[1:]).index_copy(0, local, query)
     keys, values = keys_values.flatten(0, 1)[in_order].unbind(1)
-    heads_first = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True)[0].transpose(0, 1)[local]
+    queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
+    return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)[0].transpose(0, 1)[local]
 
 
 def _zigzag_positions(length: int, cp_size: int) -> list[Tensor]:

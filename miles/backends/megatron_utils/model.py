@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import Namespace
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.backends.megatron_utils.core_attention import PackedCoreAttention
+from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 
 
-def build_config(args: Namespace, *, per_token: bool) -> TransformerConfig:
+def build_config(args: Options, *, per_token: bool) -> TransformerConfig:
     """Return Megatron's configuration of a GPT-2 style model in float32, without dropout.
 
     Args:
@@ -54,7 +54,7 @@ def build_config(args: Namespace, *, per_token: bool) -> TransformerConfig:
     )
 
 
-def build_chunks(args: Namespace, config: TransformerConfig, *, vocab_size: int, device: Any) -> list[GPTModel]:
+def build_chunks(args: Options, config: TransformerConfig, *, vocab_size: int, device: Any) -> list[GPTModel]:
     """Return this rank's part of the model, one chunk for each virtual pipeline stage."""
     stages = range(args.virtual_pipeline_model_parallel_size) if args.virtual_pipeline_model_parallel_size else [None]
     return [
@@ -87,7 +87,7 @@ def pad_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def wrap_ddp(args: Namespace, config: TransformerConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+def wrap_ddp(args: Options, config: TransformerConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
     """Wrap each chunk in Megatron's own data parallelism, gradients in float32."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -101,7 +101,7 @@ def wrap_ddp(args: Namespace, config: TransformerConfig, chunks: list[GPTModel])
     ]
 
 
-def build_optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(args: Options, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Return Megatron's optimizer with the same AdamW hyperparameters as the FSDP2 backend.
 
     Weight decay applies to every parameter, as there: Megatron would leave biases and norms out.

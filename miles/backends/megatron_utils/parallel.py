@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -14,10 +13,11 @@ from megatron.core import tensor_parallel
 from miles.backends.training_utils.parallel import GroupInfo, ParallelState, set_parallel_state
 from miles.backends.training_utils.process_group import World, process_group
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 
 
 @contextmanager
-def megatron_world(args: Namespace) -> Iterator[World]:
+def megatron_world(args: Options) -> Iterator[World]:
     """Open the process group and Megatron's parallel axes, on a CPU with what Megatron needs there.
 
     Yields:
@@ -44,7 +44,7 @@ def _megatron_on(world: World) -> AbstractContextManager[None]:
     return megatron_on_cpu()
 
 
-def check_world_size(args: Namespace, world_size: int) -> None:
+def check_world_size(args: Options, world_size: int) -> None:
     """Check that the processes can be arranged on the axes.
 
     Raises:
@@ -64,7 +64,7 @@ def check_world_size(args: Namespace, world_size: int) -> None:
         )
 
 
-def create_megatron_parallel_state(args: Namespace) -> ParallelState:
+def create_megatron_parallel_state(args: Options) -> ParallelState:
     """Split the initialised process group into Megatron's axes and install them.
 
     Args:

@@ -68,13 +68,13 @@ def named_shards(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn.Par
 
 
 def _split_dimension(parameter: torch.nn.Parameter) -> int | None:
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+    return getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
 
 
 @torch.no_grad()
 def load_gpt_weights(model: GPT, chunks: Sequence[GPTModel], *, tp: GroupInfo) -> None:
     """Copy a whole model into this rank's chunks; vocabulary entries that are padding become zero."""
-    weights = dict(model.named_parameters())
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, parameter in named_shards(chunks):
         whole, dimension = weights[name], _split_dimension(parameter)
         if dimension is not None:

@@ -1,15 +1,15 @@
 """Which backend trains: its world, and the class of its actor. Each is imported only where it is chosen."""
 
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from miles.backends.training_utils.process_group import World
 from miles.backends.training_utils.train_actor import TrainActor
+from miles.utils.options import Options
 
 
 @contextmanager
-def open_backend(args: Namespace) -> Iterator[tuple[World, type[TrainActor]]]:
+def open_backend(args: Options) -> Iterator[tuple[World, type[TrainActor]]]:
     """Open the process group and the parallel axes of `args.train_backend`, and close them on the way out.
 
     Yields:

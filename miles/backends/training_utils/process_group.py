@@ -55,10 +55,9 @@ def init_process_group(device: torch.device) -> None:
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if all(name in os.environ for name in LAUNCHER_VARIABLES):
-        rendezvous = {"init_method": "env://"}
+        dist.init_process_group(backend, init_method="env://", timeout=COLLECTIVE_TIMEOUT)
     else:
-        rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **rendezvous)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from miles.backends.experimental.fsdp_utils.models.gpt import GPT, GPTConfig
 from miles.backends.training_utils import checkpoint
 from miles.backends.training_utils.data import DataIterator, get_batch, get_data_iterator, move_to_device
+from miles.backends.training_utils.finite_checks import refuse_non_finite_log_probs, refuse_non_finite_step
 from miles.backends.training_utils.log_utils import log_rollout_data, log_train_step
 from miles.backends.training_utils.loss import compute_advantages_and_returns
 from miles.backends.training_utils.loss_hub.custom_correction import check_correction_signature
@@ -22,7 +23,6 @@ from miles.backends.training_utils.step_totals import is_left_empty, prepare_los
 from miles.backends.training_utils.step_weights import describe_steps
 from miles.utils.distributed_utils import all_gather_objects, on_every_rank, on_this_rank
 from miles.utils.errors import UserError
-from miles.utils.finite_checks import refuse_non_finite_log_probs, refuse_non_finite_step
 from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 

@@ -23,6 +23,7 @@ from miles.tools.figure_style import check_figure_path, require_matplotlib
 from miles.utils.command_line import run_tool, tell
 from miles.utils.errors import UserError
 from miles.utils.misc import check_writable, write_whole
+from miles.utils.options import Options
 
 STDOUT = 1
 """The number that every process knows its standard output by."""
@@ -68,7 +69,7 @@ def _report(options: Namespace) -> None:
         _report_on_dumps(options, args)
 
 
-def _report_on_dumps(options: Namespace, args: Namespace) -> None:
+def _report_on_dumps(options: Namespace, args: Options) -> None:
     from miles.backends.training_utils.parallel import ParallelState, set_parallel_state
     from miles.tools.aggregation_report.dumps import find_dumps, read_dump
     from miles.tools.aggregation_report.report import describe, describe_files

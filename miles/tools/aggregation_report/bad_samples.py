@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from argparse import Namespace
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -13,6 +12,7 @@ from typing import Any
 from miles.ray.rollout.rewards import RewardPostProcess
 from miles.ray.rollout.row_groups import name_of, rollout_ids_of, rows_by_id
 from miles.tools.aggregation_report.conversion import SamplesError, reward_hook, to_columns
+from miles.utils.options import Options
 from miles.utils.types import Sample
 
 
@@ -53,10 +53,10 @@ class Sieve:
 def rollouts_of_rows(rows: Sequence[Any]) -> list[Hashable]:
     """Return the rollout of each row of a file, usable or not; a row that names none is its own."""
     ids = [row.get("rollout_id") if isinstance(row, Mapping) else None for row in rows]
-    return [id_ if isinstance(id_, Integral) else ("row", place) for place, id_ in enumerate(ids)]
+    return [int(id_) if isinstance(id_, Integral) else ("row", place) for place, id_ in enumerate(ids)]
 
 
-def leave_out_bad(args: Namespace, path: Path, sieve: Sieve) -> None:
+def leave_out_bad(args: Options, path: Path, sieve: Sieve) -> None:
     """Drop samples without a group where most have one and, if conversion refuses what is left, what it refuses.
 
     Rows are looked at alone, then beside one another, then as rollouts. What only the whole shows, as a person's own
@@ -76,7 +76,7 @@ def leave_out_bad(args: Namespace, path: Path, sieve: Sieve) -> None:
         sieve.drop({error.places[0]: str(error)})
 
 
-def _no_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+def _no_rewards(args: Options, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
     """Stand in for a person's own processing, which may need whole groups."""
     return [0.0] * len(samples), [0.0] * len(samples)
 
@@ -96,7 +96,7 @@ def _as_in_company(samples: Mapping[int, Sample]) -> dict[int, Sample]:
 
 
 def _bad_alone(
-    args: Namespace, path: Path, samples: Mapping[int, Sample], hook: RewardPostProcess | None
+    args: Options, path: Path, samples: Mapping[int, Sample], hook: RewardPostProcess | None
 ) -> dict[int, str]:
     """Return what is wrong with rows for themselves."""
     bad = {}
@@ -133,7 +133,7 @@ def _unlike(
 
 
 def _bad_rollouts(
-    args: Namespace, path: Path, samples: Mapping[int, Sample], hook: RewardPostProcess | None
+    args: Options, path: Path, samples: Mapping[int, Sample], hook: RewardPostProcess | None
 ) -> dict[int, str]:
     """Return what is wrong with rollouts of several rows, by the first of them."""
     places, bad = list(samples), {}
@@ -145,7 +145,7 @@ def _bad_rollouts(
 
 
 def _complaint(
-    args: Namespace, path: Path, samples: Mapping[int, Sample], hook: RewardPostProcess | None
+    args: Options, path: Path, samples: Mapping[int, Sample], hook: RewardPostProcess | None
 ) -> SamplesError | None:
     """Return why samples cannot be converted together; None where they can, or there are none."""
     if hook is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -19,6 +18,7 @@ from miles.ray.rollout.train_data_conversion import convert_samples_to_train_dat
 from miles.tools.aggregation_report.options import with_values
 from miles.utils.errors import UserError
 from miles.utils.misc import load_function
+from miles.utils.options import Options
 from miles.utils.types import Sample
 
 HINT = "; --skip-bad leaves such samples out"
@@ -40,8 +40,8 @@ class SamplesError(UserError):
         self.places = places
 
 
-def for_groups(args: Namespace, samples: Collection[Sample]) -> Namespace:
-    """Return the arguments with the size of a prompt group, and `knows_groups`: whether advantages are known.
+def for_groups(args: Options, samples: Collection[Sample]) -> tuple[Options, bool]:
+    """Return the arguments with the size of a prompt group, and whether advantages are known.
 
     Rewards are normalized inside groups: those of `group_index`, else so many samples in a row. Where nothing says how
     many, they are left as they are.
@@ -55,12 +55,8 @@ def for_groups(args: Namespace, samples: Collection[Sample]) -> Namespace:
         size = most_frequent(Counter(group for group, _ in set(ids)).values())
     is_normalized = args.rewards_normalization and args.custom_reward_post_process_path is None
     knows_groups = size is not None or not is_normalized
-    return with_values(
-        args,
-        n_samples_per_prompt=size,
-        rewards_normalization=args.rewards_normalization and knows_groups,
-        knows_groups=knows_groups,
-    )
+    is_normalized = args.rewards_normalization and knows_groups
+    return with_values(args, n_samples_per_prompt=size, rewards_normalization=is_normalized), knows_groups
 
 
 def most_frequent(sizes: Iterable[int]) -> int | None:
@@ -69,14 +65,14 @@ def most_frequent(sizes: Iterable[int]) -> int | None:
     return max(counts, key=lambda size: (counts[size], size), default=None)
 
 
-def reward_hook(args: Namespace) -> RewardPostProcess | None:
+def reward_hook(args: Options) -> RewardPostProcess | None:
     """Return the person's own processing of rewards, if any, which raises nothing but a UserError."""
     path = args.custom_reward_post_process_path
     if path is None:
         return None
     function = load_function(path)
 
-    def call(args: Namespace, samples: Sequence[Sample]) -> Any:
+    def call(args: Options, samples: Sequence[Sample]) -> Any:
         try:
             with redirect_stdout(sys.stderr):  # the standard output is the report's
                 return function(args, samples)
@@ -89,7 +85,7 @@ def reward_hook(args: Namespace) -> RewardPostProcess | None:
 
 
 def to_columns(
-    args: Namespace, path: Path, samples: Mapping[int, Sample], hook: RewardPostProcess | None, *, hint: str = ""
+    args: Options, path: Path, samples: Mapping[int, Sample], hook: RewardPostProcess | None, *, hint: str = ""
 ) -> dict[str, Any]:
     """Return train data that training would accept, with prompt groups where every sample has one.
 
@@ -105,7 +101,8 @@ def to_columns(
     """
     try:
         # With ragged groups every mode gets the columns of prompts.
-        args = with_values(for_groups(args, samples.values()), prompt_groups="ragged")
+        grouped, _ = for_groups(args, samples.values())
+        args = with_values(grouped, prompt_groups="ragged")
         data = convert_samples_to_train_data(args, list(samples.values()), {}, None, hook)
         check_prompt_tokens(data)
     except UserError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from miles.tools.aggregation_report.bad_samples import Sieve, leave_out_bad, rol
 from miles.tools.aggregation_report.conversion import HINT, for_groups, reward_hook, to_columns, with_places
 from miles.tools.aggregation_report.options import args_of_mode, with_values
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 from miles.utils.types import Sample
 
 UNUSED_COLUMNS = ("rollout_log_probs", "metadata", "truncated", "sample_indices", "round_number")
@@ -87,7 +87,7 @@ def _numbered_files(template: str) -> Iterator[tuple[int, Path]]:
             yield int(match[1]), Path(name)
 
 
-def read_dump(args: Namespace, path: Path, *, skip_bad: bool) -> Dump:
+def read_dump(args: Options, path: Path, *, skip_bad: bool) -> Dump:
     """Read one dump and cut it into steps.
 
     Args:
@@ -108,8 +108,9 @@ def read_dump(args: Namespace, path: Path, *, skip_bad: bool) -> Dump:
     if skip_bad:
         leave_out_bad(args, path, sieve)
     samples, hint = sieve.samples, "" if skip_bad else HINT
-    args = for_groups(args, samples.values())
-    shard, refusals = {}, {}
+    args, knows_groups = for_groups(args, samples.values())
+    shard: dict[str, Any] = {}
+    refusals: dict[LossAggregation, str] = {}
     if samples:
         data = to_columns(args, path, samples, reward_hook(args), hint=hint)
         shard, refusals = _cut(args, path, samples, data)
@@ -118,7 +119,7 @@ def read_dump(args: Namespace, path: Path, *, skip_bad: bool) -> Dump:
         shard=shard,
         statuses=dict(Counter(sample.status.value for sample in samples.values())),
         refusals=refusals,
-        knows_groups=args.knows_groups,
+        knows_groups=knows_groups,
         without_group=_without_group(path, samples, hint),
         complaints=sieve.messages(),
     )
@@ -150,7 +151,7 @@ def _without_group(path: Path, samples: Mapping[int, Sample], hint: str) -> str 
 
 
 def _cut(
-    args: Namespace, path: Path, samples: Mapping[int, Sample], data: dict[str, Any]
+    args: Options, path: Path, samples: Mapping[int, Sample], data: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[LossAggregation, str]]:
     """Return the rows in the order of their optimizer steps, and which modes training would refuse, with the reason.
 

@@ -167,8 +167,7 @@ def _draw_mode(axes: Axes, style: Style, bins: BinnedWeights, label: str, lone_s
 
 
 def _label(mode: LossAggregation, divisor: float | None) -> str:
-    has_divisor = mode.needs_divisor and divisor is not None
-    return f"{mode.name}, L = {plain(divisor)}" if has_divisor else mode.name
+    return f"{mode.name}, L = {plain(divisor)}" if mode.needs_divisor and divisor is not None else mode.name
 
 
 def _draw_shares(axes: Axes, samples: SampleWeights) -> None:

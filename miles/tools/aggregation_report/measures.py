@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def divide(numerator: float, denominator: float) -> float | None:
+def divide(numerator: float | Tensor, denominator: float | Tensor) -> float | None:
     """Return the quotient; None where there is nothing to divide by."""
     return float(numerator) / float(denominator) if denominator else None
 

@@ -15,6 +15,7 @@ from miles.backends.training_utils.loss_aggregation import MODES
 from miles.utils.arguments import build_parser, miles_validate_args
 from miles.utils.errors import UserError
 from miles.utils.loss_aggregation_args import resolve_loss_aggregation_args
+from miles.utils.options import Options
 from miles.utils.options.declare import ManualHelpFormatter, reset_arg
 
 TRAINING_OPTIONS = (
@@ -109,7 +110,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def training_args(options: Namespace) -> Namespace:
+def training_args(options: Namespace) -> Options:
     """Return the namespace that training would have with these options, resolved and validated as there.
 
     Args:
@@ -134,15 +135,15 @@ def training_args(options: Namespace) -> Namespace:
     args.prompt_groups = "ragged"
     miles_validate_args(args)
     by_data = ("n_samples_per_prompt", "global_batch_size", "loss_aggregation_divisor", "prompt_groups")
-    return with_values(args, **{name: given[name] for name in by_data})
+    return with_values(Options.of(args), **{name: given[name] for name in by_data})
 
 
-def with_values(args: Namespace, **values: Any) -> Namespace:
+def with_values(args: Options, **values: Any) -> Options:
     """Return a copy of a namespace with other values."""
-    return Namespace(**{**vars(args), **values})
+    return Options.of(Namespace(**{**vars(args), **values}))
 
 
-def args_of_mode(args: Namespace, mode: str, *, divisor: float) -> Namespace:
+def args_of_mode(args: Options, mode: str, *, divisor: float) -> Options:
     """Return the namespace of one mode of `--loss-aggregation`.
 
     Args:

@@ -6,7 +6,6 @@ Shapes: N samples, P prompt groups.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, compress
@@ -29,6 +28,7 @@ from miles.tools.aggregation_report.measures import (
     token_range,
 )
 from miles.tools.aggregation_report.weights import SampleWeights
+from miles.utils.options import Options
 
 BY_PLACE = "rewards are normalized among those, and --n-samples-per-prompt says how many in a row do"
 
@@ -42,7 +42,7 @@ SETTINGS = (
 
 
 def describe(
-    args: Namespace,
+    args: Options,
     dumps: Sequence[Dump],
     samples: SampleWeights,
     *,
@@ -117,9 +117,9 @@ def _describe_data(dumps: Sequence[Dump], samples: SampleWeights, is_right: Tens
     }
 
 
-def _describe_groups(args: Namespace, samples: SampleWeights) -> dict[str, Any] | None:
+def _describe_groups(args: Options, samples: SampleWeights) -> dict[str, Any] | None:
     """Return counts of prompt groups: of all, of those of another size, and of those that teach nothing."""
-    if samples.prompts is None:
+    if samples.prompts is None or samples.centred_rewards is None:
         return None
     sizes = group_sizes(samples.prompts).tolist()
     size = args.n_samples_per_prompt or most_frequent(sizes)
@@ -154,9 +154,13 @@ def _describe_mode(
     weights, token_weights = samples.weights[mode], samples.token_weights[mode]
     total = weights.sum()
     reference = samples.token_weights.get(MODES["token_mean"])
-    by_prompt = None
+    heaviest = effective_prompts = push = None
     if samples.prompts is not None:
         by_prompt = sum_by(weights, samples.prompts, len(samples.group_indices))
+        heaviest = _heaviest(samples, samples.prompts, by_prompt, dumps, top)
+        effective_prompts = effective_number(by_prompt)
+    if samples.advantages is not None:
+        push = _describe_push(samples, weights * samples.advantages, is_right)
     return {
         "token_weight": token_range(token_weights, samples.num_active),
         "token_weight_over_token_mean": (
@@ -169,16 +173,18 @@ def _describe_mode(
             "wrong": divide(weights[~is_right].sum(), total),
         },
         "effective_samples": effective_number(weights),
-        "effective_prompts": None if by_prompt is None else effective_number(by_prompt),
-        "heaviest_prompts": None if by_prompt is None else _heaviest(samples, by_prompt, dumps, top),
-        "push": None if samples.advantages is None else _describe_push(samples, weights, is_right),
+        "effective_prompts": effective_prompts,
+        "heaviest_prompts": heaviest,
+        "push": push,
     }
 
 
-def _heaviest(samples: SampleWeights, by_prompt: Tensor, dumps: Sequence[Dump], top: int) -> list[dict[str, Any]]:
+def _heaviest(
+    samples: SampleWeights, prompts: Tensor, by_prompt: Tensor, dumps: Sequence[Dump], top: int
+) -> list[dict[str, Any]]:
     """Return the prompt groups with the largest shares, the heaviest first, the earlier of two equal ones first."""
-    sizes = group_sizes(samples.prompts)
-    dump_of = torch.zeros_like(sizes).index_copy(0, samples.prompts, samples.dumps)
+    sizes = group_sizes(prompts)
+    dump_of = torch.zeros_like(sizes).index_copy(0, prompts, samples.dumps)
     # To 12 digits of the whole, since sums over tokens that are equal on paper differ by rounding.
     shares = (by_prompt / by_prompt.sum()).nan_to_num().mul(1e12).round()
     order = shares.sort(descending=True, stable=True).indices.tolist()[:top]
@@ -193,14 +199,14 @@ def _heaviest(samples: SampleWeights, by_prompt: Tensor, dumps: Sequence[Dump], 
     ]
 
 
-def _describe_push(samples: SampleWeights, weights: Tensor, is_right: Tensor) -> dict[str, Any]:
+def _describe_push(samples: SampleWeights, pushes: Tensor, is_right: Tensor) -> dict[str, Any]:
     """Return weight times advantage, summed over the right, the wrong and all answers of each quarter.
 
     "push" is the sum; "share" divides it by the sum of magnitudes over all samples; "per_token" is the push on one
     active token in multiples of the mean magnitude over all active tokens.
     """
     # A sample without response tokens has no advantage, and no weight either.
-    pushes = torch.where(samples.lengths > 0, weights * samples.advantages, 0.0)
+    pushes = torch.where(samples.lengths > 0, pushes, 0.0)
     magnitude = pushes.abs().sum()
 
     def cell(member: Tensor) -> dict[str, float | None]:
@@ -218,7 +224,8 @@ def _describe_push(samples: SampleWeights, weights: Tensor, is_right: Tensor) ->
     ]
     difference = None
     if (samples.quarters == 0).any():
-        difference = quarters[LONGEST_QUARTER]["all"]["push"] - quarters[0]["all"]["push"]
+        shortest, longest = (pushes[samples.quarters == quarter].sum().item() for quarter in (0, LONGEST_QUARTER))
+        difference = longest - shortest
     return {
         "magnitude": magnitude.item(),
         "quarters": quarters,

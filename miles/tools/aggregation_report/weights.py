@@ -5,7 +5,6 @@ Shapes: N samples (rollouts) of all steps of all dumps, P prompt groups; in one 
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from miles.backends.training_utils.step_totals import prepare_loss_terms
 from miles.backends.training_utils.step_weights import row_weights, token_weights
 from miles.tools.aggregation_report.dumps import Dump
 from miles.tools.aggregation_report.options import args_of_mode, with_values
+from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 
 ROWS_AT_ONCE = 512
@@ -69,7 +69,7 @@ def longest_response(dumps: Sequence[Dump]) -> int:
     return max(int(_lengths(dump.shard).max()) for dump in dumps)
 
 
-def sample_weights(args: Namespace, dumps: Sequence[Dump], *, divisor: float) -> SampleWeights:
+def sample_weights(args: Options, dumps: Sequence[Dump], *, divisor: float) -> SampleWeights:
     """Return what every sample weighs.
 
     Args:
@@ -86,8 +86,12 @@ def sample_weights(args: Namespace, dumps: Sequence[Dump], *, divisor: float) ->
     weights = {mode: columns[mode] for mode in modes}
     has_prompts, active = "prompts" in columns, columns["num_active"]
     return SampleWeights(
-        **{key: columns[key] for key in ("lengths", "num_active", "quarters", "rewards")},
-        **{key: columns.get(key) for key in ("centred_rewards", "advantages")},
+        lengths=columns["lengths"],
+        num_active=active,
+        quarters=columns["quarters"],
+        rewards=columns["rewards"],
+        centred_rewards=columns.get("centred_rewards"),
+        advantages=columns.get("advantages"),
         steps=_counted_on(parts, "steps"),
         dumps=torch.repeat_interleave(torch.tensor([len(part["lengths"]) for part in parts])),
         prompts=_counted_on(parts, "prompts") if has_prompts else None,
@@ -105,7 +109,7 @@ def _counted_on(parts: Sequence[dict[Any, Tensor]], key: str) -> Tensor:
     return torch.cat([part[key] + size for part, size in zip(parts, sizes, strict=False)])
 
 
-def _of_dump(modes: dict[LossAggregation, Namespace], dump: Dump) -> dict[Any, Tensor]:
+def _of_dump(modes: dict[LossAggregation, Options], dump: Dump) -> dict[Any, Tensor]:
     """Return the columns of one dump's samples, in the order of its file, and under each mode its weights."""
     args = with_values(modes[MODES["sample_mean"]], micro_batch_size=ROWS_AT_ONCE)
     data = move_to_device(dump.shard, "cpu")

@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         "--smooth",
         type=int,
         default=1,
-        help="each point is the mean over so many optimizer steps up to its own, of those that were logged; 1 draws all",
+        help="each point is the mean of what was logged in so many optimizer steps up to its own; 1 draws all",
     )
     return parser
 

@@ -81,7 +81,7 @@ class GroupSeries:
 
 
 def running_mean(steps: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Return the mean of each value and the finite ones of the `size - 1` steps before its; NaN where it is not finite.
+    """Return the mean of each value and the finite ones of the `size - 1` steps before it; NaN where it is not finite.
 
     Args:
         steps: [K] int64, ascending; those that are not there have no part in any mean.

@@ -180,7 +180,8 @@ def _make_group(runs: Sequence[Run], keys: Sequence[str], setting_keys: Sequence
     told = [] if arguments is None else [_describe(key, arguments.get(key)) for key in keys]
     label = ", ".join(filter(None, told)) or ", ".join(run.directory.resolve().name for run in runs)
     setting = (str(runs[0].directory),) if arguments is None else _values(arguments, setting_keys)
-    return RunGroup(escape(label, str.isprintable), arguments and arguments.get(MODE_ARGUMENT), runs, setting)
+    mode = None if arguments is None else arguments.get(MODE_ARGUMENT)
+    return RunGroup(escape(label, str.isprintable), mode, runs, setting)
 
 
 def escape(text: str, is_shown: Callable[[str], bool]) -> str:

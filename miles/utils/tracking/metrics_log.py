@@ -89,7 +89,7 @@ def _free_name(path: Path) -> Path:
     return next(candidate for candidate in numbered if not candidate.exists())
 
 
-def parse_record(line: str) -> dict[str, float | None] | None:
+def parse_record(line: str) -> dict[str, Any] | None:
     """Return the metrics that a line of `metrics.jsonl` holds: numbers by name, null where one was not finite.
 
     Returns:

@@ -3,11 +3,18 @@
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from miles.backends.experimental.fsdp_utils import checkpoint
-from miles.backends.experimental.fsdp_utils.model import check_gradients_are_averaged, copy_full_weights, shard_model
+from miles.backends.experimental.fsdp_utils.model import (
+    check_gradients_are_averaged,
+    copy_full_weights,
+    gather_whole,
+    shard_model,
+)
 from miles.backends.experimental.fsdp_utils.models.gpt import GPT
 from miles.backends.experimental.fsdp_utils.optimizer import build_lr_scheduler, build_optimizer
+from miles.backends.experimental.fsdp_utils.parallel import FSDPWorld
 from miles.backends.training_utils.data import DataIterator
 from miles.backends.training_utils.log_utils import aggregate_forward_results, aggregate_train_losses
 from miles.backends.training_utils.loss import loss_function
@@ -17,6 +24,8 @@ from miles.utils.types import RolloutBatch
 
 class FSDPTrainActor(TrainActor):
     """The policy, its optimizer and, for the KL term, its reference, each sharded over all processes."""
+
+    world: FSDPWorld
 
     def _build(self) -> None:
         check_gradients_are_averaged(self.world)
@@ -39,6 +48,7 @@ class FSDPTrainActor(TrainActor):
         self, iterators: list[DataIterator], num_microbatches: list[int], *, store_prefix: str
     ) -> dict[str, list[torch.Tensor]]:
         model = self.reference if store_prefix else self.model
+        assert isinstance(model, FSDPModule)
         results, total = [], sum(num_microbatches)
         for index in range(total):
             self.report(f"{store_prefix}log-probs {index + 1}/{total}")
@@ -51,6 +61,7 @@ class FSDPTrainActor(TrainActor):
     def _compute_gradients(
         self, iterators: list[DataIterator], num_microbatches: int
     ) -> tuple[dict[str, float], float]:
+        assert isinstance(self.model, FSDPModule)
         self.optimizer.zero_grad(set_to_none=True)
         log_dicts = []
         for index in range(num_microbatches):
@@ -66,10 +77,10 @@ class FSDPTrainActor(TrainActor):
     def _clip_gradients(self) -> float:
         """Scale the gradient to a norm of at most `clip_grad` (0: leave it) and return its norm before that."""
         limit = self.args.clip_grad or float("inf")
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).full_tensor().item()
+        return gather_whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)).item()
 
     def _step(self) -> float:
-        learning_rate = self.scheduler.get_last_lr()[0]
+        learning_rate = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()
         return learning_rate

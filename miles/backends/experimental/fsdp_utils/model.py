@@ -3,7 +3,8 @@
 from typing import TypeVar
 
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from miles.backends.experimental.fsdp_utils.models.gpt import GPT
 from miles.backends.experimental.fsdp_utils.parallel import FSDPWorld
@@ -25,7 +26,7 @@ def shard_unit(module: ModuleT, world: FSDPWorld) -> ModuleT:
     The mean is asked for as a sum and a division: gloo of torch 2.7 and 2.8, asked for a mean, returns the sum.
     """
     fully_shard(module, mesh=world.mesh)
-    if hasattr(module, "set_force_sum_reduction_for_comms"):  # torch 2.8 and newer
+    if isinstance(module, FSDPModule) and hasattr(module, "set_force_sum_reduction_for_comms"):  # torch 2.8 and newer
         module.set_force_sum_reduction_for_comms(True)
     return module
 
@@ -42,7 +43,7 @@ def check_gradients_are_averaged(world: FSDPWorld) -> None:
     needed = f"torch {torch.__version__} cannot train on {world.size} {world.device.type} processes: "
     try:
         shard_unit(probe, world)(torch.full((1, 1), world.rank + 1.0, device=world.device)).sum().backward()
-        gradient = probe.weight.grad.full_tensor().item()
+        gradient = gather_whole(probe.weight.grad).item()
     except AttributeError as error:
         raise UserError(f"{needed}FSDP2 fails with {error!r}; install torch 2.8 or newer") from error
     mean = (world.size + 1) / 2
@@ -50,8 +51,14 @@ def check_gradients_are_averaged(world: FSDPWorld) -> None:
         raise UserError(f"{needed}FSDP2 gives a gradient of {gradient} for {mean}; install torch 2.8 or newer")
 
 
+def gather_whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Gather a tensor that FSDP2 shards; every rank calls this."""
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
 @torch.no_grad()
 def copy_full_weights(sharded: GPT, replica: GPT) -> None:
     """Gather every parameter of a sharded model into an unsharded one of the same shape; every rank calls this."""
     for source, target in zip(sharded.parameters(), replica.parameters(), strict=True):
-        target.copy_(source.full_tensor())
+        target.copy_(gather_whole(source))

@@ -1,14 +1,16 @@
 """AdamW and its learning-rate schedule, as closed forms of the arguments and the number of steps done."""
 
 import math
-from argparse import Namespace
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from miles.utils.options import Options
 
-def build_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.AdamW:
+
+def build_optimizer(args: Options, model: torch.nn.Module) -> torch.optim.AdamW:
     """Return AdamW over the model's (sharded) parameters, with `args`' learning rate, betas, eps and weight decay.
 
     Fused, since a loop over operations would go through DTensor's dispatch a dozen times for each parameter.
@@ -16,7 +18,7 @@ def build_optimizer(args: Namespace, model: torch.nn.Module) -> torch.optim.Adam
     return torch.optim.AdamW(model.parameters(), fused=True, **adamw_options(args))
 
 
-def adamw_options(args: Namespace) -> dict[str, float | tuple[float, float]]:
+def adamw_options(args: Options) -> dict[str, Any]:
     """Return what `args` says about AdamW, by the names that its parameter groups use."""
     return {
         "lr": args.lr,
@@ -51,7 +53,7 @@ def learning_rate_factor(step: int, *, style: str, num_warmup: int, num_total: i
     return shape[style]()
 
 
-def scheduled_factor(args: Namespace, step: int) -> float:
+def scheduled_factor(args: Options, step: int) -> float:
     """Return `learning_rate_factor` of the run that `args` describe."""
     return learning_rate_factor(
         step,
@@ -62,7 +64,7 @@ def scheduled_factor(args: Namespace, step: int) -> float:
     )
 
 
-def build_lr_scheduler(args: Namespace, optimizer: torch.optim.Optimizer, *, num_steps_done: int) -> LambdaLR:
+def build_lr_scheduler(args: Options, optimizer: torch.optim.Optimizer, *, num_steps_done: int) -> LambdaLR:
     """Return the schedule, positioned after `num_steps_done` optimizer steps.
 
     The command line decides the hyperparameters, in a resumed run too: they are written into the parameter groups

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 
 from miles.backends.training_utils.backend import open_backend
+from miles.backends.training_utils.finite_checks import NonFiniteError
 from miles.backends.training_utils.parallel import get_parallel_state
 from miles.trainer import main
 from miles.training_loop import make_shard
 from miles.utils.errors import UserError
-from miles.utils.finite_checks import NonFiniteError
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks, run_ranks_to_errors, run_ranks_to_outcomes
 from tests.fast.backends.experimental.fsdp_utils.rollouts import PAD_TOKEN_ID, VOCAB_SIZE, make_args, make_samples
 from tests.fast.backends.megatron_utils.worlds import LAYOUTS, MEGATRON, run_actors

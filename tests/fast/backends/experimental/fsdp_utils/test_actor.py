@@ -8,9 +8,9 @@ import torch
 from miles.backends.experimental.fsdp_utils import actor as actor_module
 from miles.backends.experimental.fsdp_utils.actor import FSDPTrainActor
 from miles.backends.experimental.fsdp_utils.parallel import fsdp_world
+from miles.backends.training_utils.finite_checks import NonFiniteError
 from miles.backends.training_utils.train_actor import build_seeded_gpt, needs_old_log_probs
 from miles.training_loop import make_shard
-from miles.utils.finite_checks import NonFiniteError
 from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks, run_ranks_to_errors
 from tests.fast.backends.experimental.fsdp_utils.rollouts import (
     PAD_TOKEN_ID,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from miles.utils.finite_checks import (
+from miles.backends.training_utils.finite_checks import (
     NonFiniteError,
     refuse_non_finite_log_probs,
     refuse_non_finite_samples,
