@@ -20,7 +20,7 @@ def check_megatron() -> None:
     """Check that a tested megatron-core is installed, without importing it.
 
     Raises:
-        UserError: it is missing, or of another version; the message says the command that mends it.
+        UserError: it is missing, or of another version; the message says the command that fixes it.
     """
     wanted = f"megatron-core>={TESTED[0]},<{TESTED[1]}"
     try:

@@ -1,7 +1,7 @@
 """The command: rollout dumps in, a table (and JSON, and a picture) out.
 
     0    reported
-    2    stopped by something a person has to mend: one line says what
+    2    stopped by something a person has to fix: one line says what
 
 `--help` needs no torch.
 """

@@ -29,12 +29,12 @@ SMALLEST_DIVISOR = 1e-20
 """With a smaller L, weights and their squares could leave float64."""
 
 _DESCRIPTION = (
-    "Show what each mode of --loss-aggregation does to rollouts: how much a token, an answer, a prompt weighs, whom a "
-    "switch of mode favours, and how much another learning rate it amounts to. Reads dumps of this trainer, Miles and "
-    "slime; computes on a CPU, without a model."
+    "Show what each mode of --loss-aggregation does to rollouts: how much a token, an answer, a prompt weighs, which "
+    "answers a switch of mode favours, and how much another learning rate it amounts to. Reads dumps of this trainer, "
+    "Miles and slime; computes on a CPU, without a model."
 )
 _EPILOG = (
-    "exit status: 0 reported; 2 something for you to mend, one line says what. docs/aggregation-report.md explains."
+    "exit status: 0 reported; 2 something for you to fix, one line says what. docs/aggregation-report.md explains."
 )
 
 

@@ -98,7 +98,7 @@ def _describe_unavailable(dumps: Sequence[Dump], samples: SampleWeights) -> dict
     if samples.prompts is None:
         reasons["prompts"] = without_group
     if samples.advantages is None:
-        reasons["push"] = f"{without_group}; {BY_PLACE}"
+        reasons["gradient_weight"] = f"{without_group}; {BY_PLACE}"
     return reasons
 
 
@@ -154,13 +154,13 @@ def _describe_mode(
     weights, token_weights = samples.weights[mode], samples.token_weights[mode]
     total = weights.sum()
     reference = samples.token_weights.get(MODES["token_mean"])
-    heaviest = effective_prompts = push = None
+    heaviest = effective_prompts = gradient_weight = None
     if samples.prompts is not None:
         by_prompt = sum_by(weights, samples.prompts, len(samples.group_indices))
         heaviest = _heaviest(samples, samples.prompts, by_prompt, dumps, top)
         effective_prompts = effective_number(by_prompt)
     if samples.advantages is not None:
-        push = _describe_push(samples, weights * samples.advantages, is_right)
+        gradient_weight = _describe_gradient_weight(samples, weights * samples.advantages, is_right)
     return {
         "token_weight": token_range(token_weights, samples.num_active),
         "token_weight_over_token_mean": (
@@ -175,7 +175,7 @@ def _describe_mode(
         "effective_samples": effective_number(weights),
         "effective_prompts": effective_prompts,
         "heaviest_prompts": heaviest,
-        "push": push,
+        "gradient_weight": gradient_weight,
     }
 
 
@@ -199,22 +199,22 @@ def _heaviest(
     ]
 
 
-def _describe_push(samples: SampleWeights, pushes: Tensor, is_right: Tensor) -> dict[str, Any]:
+def _describe_gradient_weight(samples: SampleWeights, gradient_weights: Tensor, is_right: Tensor) -> dict[str, Any]:
     """Return weight times advantage, summed over the right, the wrong and all answers of each quarter.
 
-    "push" is the sum; "share" divides it by the sum of magnitudes over all samples; "per_token" is the push on one
-    active token in multiples of the mean magnitude over all active tokens.
+    "share" divides that sum by the sum of magnitudes over all samples; "per_token" is the sum over one active token, in
+    multiples of the mean magnitude over all active tokens.
     """
     # A sample without response tokens has no advantage, and no weight either.
-    pushes = torch.where(samples.lengths > 0, pushes, 0.0)
-    magnitude = pushes.abs().sum()
+    gradient_weights = torch.where(samples.lengths > 0, gradient_weights, 0.0)
+    magnitude = gradient_weights.abs().sum()
 
     def cell(member: Tensor) -> dict[str, float | None]:
-        push, num_tokens = pushes[member].sum(), samples.num_active[member].sum()
-        per_token = divide(push * samples.num_active.sum(), num_tokens) if magnitude else None
+        total, num_tokens = gradient_weights[member].sum(), samples.num_active[member].sum()
+        per_token = divide(total * samples.num_active.sum(), num_tokens) if magnitude else None
         return {
-            "push": push.item(),
-            "share": divide(push, magnitude),
+            "sum": total.item(),
+            "share": divide(total, magnitude),
             "per_token": None if per_token is None else divide(per_token, magnitude),
         }
 
@@ -224,13 +224,15 @@ def _describe_push(samples: SampleWeights, pushes: Tensor, is_right: Tensor) -> 
     ]
     difference = None
     if (samples.quarters == 0).any():
-        shortest, longest = (pushes[samples.quarters == quarter].sum().item() for quarter in (0, LONGEST_QUARTER))
+        shortest, longest = (
+            gradient_weights[samples.quarters == quarter].sum().item() for quarter in (0, LONGEST_QUARTER)
+        )
         difference = longest - shortest
     return {
         "magnitude": magnitude.item(),
         "quarters": quarters,
         "longest_minus_shortest": {
-            "push": difference,
+            "sum": difference,
             "share": None if difference is None else divide(difference, magnitude),
         },
     }

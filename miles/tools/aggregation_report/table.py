@@ -26,7 +26,7 @@ def render(report: dict[str, Any]) -> str:
         _shares_by_length(report),
         _shares_by_reward(report),
         _heaviest_prompts(report),
-        _pushes(report),
+        _gradient_weights(report),
         _switches(report),
         _missing(report["unavailable"]),
     ]
@@ -156,29 +156,31 @@ def _cell(lines: Sequence[tuple[str, Sequence[str]]]) -> int:
     return max(CELL, *(1 + len(text) for _, texts in lines for text in texts))
 
 
-def _pushes(report: dict[str, Any]) -> list[str]:
-    pushes = [mode["push"] for mode in report["modes"].values()]
-    if None in pushes:
+def _gradient_weights(report: dict[str, Any]) -> list[str]:
+    gradient_weights = [mode["gradient_weight"] for mode in report["modes"].values()]
+    if None in gradient_weights:
         return []
-    if not any(push["magnitude"] for push in pushes):
-        return ["push on length: none, since no answer with weight has an advantage"]
+    if not any(each["magnitude"] for each in gradient_weights):
+        return ["gradient weight by length: none, since no answer with weight has an advantage"]
     lines = _wrapped(
         "",
-        "push on length: weight x advantage, in shares of its magnitude over all samples. Above 0 the step makes such "
-        "answers more likely, below 0 less.",
+        "gradient weight by length: weight x advantage, in shares of its magnitude over all samples. Above 0 the step "
+        "makes such answers more likely, below 0 less.",
     )
-    lines += [_line("", report["modes"]), *_push_rows(pushes, "share", _signed_percent)]
-    difference = (_signed_percent(push["longest_minus_shortest"]["share"]) for push in pushes)
+    lines += [_line("", report["modes"]), *_gradient_weight_rows(gradient_weights, "share", _signed_percent)]
+    difference = (_signed_percent(each["longest_minus_shortest"]["share"]) for each in gradient_weights)
     lines.append(_line("  longest minus shortest", difference))
-    lines.append("push on one active token (1: the mean magnitude over all active tokens)")
-    return lines + _push_rows(pushes, "per_token", _signed)
+    lines.append("gradient weight of one active token (1: the mean magnitude over all active tokens)")
+    return lines + _gradient_weight_rows(gradient_weights, "per_token", _signed)
 
 
-def _push_rows(pushes: Sequence[dict[str, Any]], key: str, shown: Callable[[float | None], str]) -> list[str]:
+def _gradient_weight_rows(
+    gradient_weights: Sequence[dict[str, Any]], key: str, shown: Callable[[float | None], str]
+) -> list[str]:
     return [
         _line(
             f"  {QUARTERS[place]}, {name}",
-            (shown(push["quarters"][place][name][key]) for push in pushes),
+            (shown(each["quarters"][place][name][key]) for each in gradient_weights),
         )
         for place in (0, len(QUARTERS) - 1)
         for name in ("right", "wrong", "all")

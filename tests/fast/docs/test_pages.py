@@ -188,7 +188,7 @@ def test_ratios_of_the_page_on_choosing_follow_from_its_shares():
     short, long = rows[10], rows[11]  # of right answers
     assert f"{short[0]:.3f} against {long[0]:.3f}" in text
     assert [long[mode] / short[mode] for mode in (2, 3)] == pytest.approx([3, 3], abs=0.2)
-    # A push is weight times advantage: over the weights of a token, pushes are as the advantages.
+    # A gradient weight is weight times advantage: over the weights of a token, they are as the advantages.
     assert long[0] / short[0] * rows[6][0] / rows[7][0] == pytest.approx(0.95 / 0.29, rel=0.1)
 
 

@@ -169,20 +169,20 @@ def _mode(answers: Sequence[Answer], mode: str, paths: Sequence[str], top: int) 
             }
             for dump, index in heaviest
         ],
-        "push": _push(answers, mode),
+        "gradient_weight": _gradient_weight(answers, mode),
     }
 
 
-def _push(answers: Sequence[Answer], mode: str) -> dict[str, Any]:
+def _gradient_weight(answers: Sequence[Answer], mode: str) -> dict[str, Any]:
     magnitude = sum(float(answer.weight(mode)) * abs(answer.advantage) for answer in answers)
     per_token = magnitude / sum(answer.num_active for answer in answers)
 
     def cell(members: Iterable[Answer]) -> dict[str, Any]:
         members = list(members)
-        push = sum(float(answer.weight(mode)) * answer.advantage for answer in members)
+        total = sum(float(answer.weight(mode)) * answer.advantage for answer in members)
         tokens = sum(answer.num_active for answer in members)
-        one = _quotient(push, tokens)
-        return {"push": push, "share": push / magnitude, "per_token": None if one is None else one / per_token}
+        one = _quotient(total, tokens)
+        return {"sum": total, "share": total / magnitude, "per_token": None if one is None else one / per_token}
 
     quarters = [
         {
@@ -192,11 +192,11 @@ def _push(answers: Sequence[Answer], mode: str) -> dict[str, Any]:
         }
         for q in range(4)
     ]
-    difference = quarters[3]["all"]["push"] - quarters[0]["all"]["push"]
+    difference = quarters[3]["all"]["sum"] - quarters[0]["all"]["sum"]
     return {
         "magnitude": magnitude,
         "quarters": quarters,
-        "longest_minus_shortest": {"push": difference, "share": difference / magnitude},
+        "longest_minus_shortest": {"sum": difference, "share": difference / magnitude},
     }
 
 

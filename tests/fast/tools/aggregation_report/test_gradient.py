@@ -71,8 +71,8 @@ def test_the_gradient_of_a_real_step(tmp_path: Path, mode: str, is_weighted: boo
     for place, sample in enumerate(sample_of_row):
         sums[sample] += gradients[place].double().sum()
         if not is_weighted:
-            push = samples.token_weights[MODES[mode]][sample] * samples.advantages[sample]
-            expected = torch.tensor([-push.item() if bit else 0.0 for bit in rows[place].mask])
+            gradient_weight = samples.token_weights[MODES[mode]][sample] * samples.advantages[sample]
+            expected = torch.tensor([-gradient_weight.item() if bit else 0.0 for bit in rows[place].mask])
             assert torch.allclose(gradients[place], expected, rtol=1e-5, atol=1e-8)
     expected_sums = -samples.weights[MODES[mode]] * samples.advantages
     assert torch.allclose(sums, expected_sums, rtol=1e-5, atol=1e-7)

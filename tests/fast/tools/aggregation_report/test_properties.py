@@ -58,10 +58,10 @@ def test_parts_make_up_the_whole(samples, size):
             assert sum(mode["share_by_reward"].values()) == pytest.approx(1)
             assert 1 - 1e-9 <= mode["effective_prompts"] <= report["groups"]["groups"] + 1e-9
             assert mode["effective_prompts"] <= mode["effective_samples"] + 1e-9
-        push = mode["push"]
-        for quarter in push["quarters"]:
-            assert quarter["right"]["push"] + quarter["wrong"]["push"] == pytest.approx(quarter["all"]["push"])
-        assert sum(abs(quarter["all"]["push"]) for quarter in push["quarters"]) <= push["magnitude"] + 1e-9
+        found = mode["gradient_weight"]
+        for quarter in found["quarters"]:
+            assert quarter["right"]["sum"] + quarter["wrong"]["sum"] == pytest.approx(quarter["all"]["sum"])
+        assert sum(abs(quarter["all"]["sum"]) for quarter in found["quarters"]) <= found["magnitude"] + 1e-9
     assert sum(quarter["samples"] for quarter in report["quarters"]) == report["data"]["samples"]
     assert (weights.num_active == 0).sum() == report["data"]["fully_masked_samples"]
 

@@ -12,7 +12,7 @@ from tests.fast.oracle import Counting
 from tests.fast.tools.aggregation_report.brute_force import expected_report
 from tests.fast.tools.aggregation_report.small_dumps import DUMPS, GLOBAL_BATCH_SIZE, with_loss_weights, write_dumps
 
-BY_FLOAT32 = ("push", "magnitude")
+BY_FLOAT32 = ("gradient_weight", "magnitude")
 """Advantages are float32; what they are a part of is looked at to 6 digits, everything else to 12."""
 
 
@@ -87,10 +87,11 @@ def test_the_worked_example_of_the_docs(tmp_path):
     assert modes["sample_mean"]["effective_samples"] == pytest.approx(4)
     # 10 tokens of 1 / 10 or of 1 / (6 x 4)
     assert report["switches"][-1]["from"] == "token_mean" and report["switches"][-1]["all"] == pytest.approx(10 / 24)
-    # The wrong answer of 6 tokens against the right one of 2: as much push under sample_mean, thrice under token_mean.
+    # The wrong answer of 6 tokens has the gradient weight of the right one of 2 under sample_mean, thrice it under
+    # token_mean.
     for mode, ratio in (("sample_mean", 1), ("token_mean", 3)):
-        quarters = modes[mode]["push"]["quarters"]
-        assert -quarters[3]["wrong"]["push"] / quarters[2]["right"]["push"] == pytest.approx(ratio)
+        quarters = modes[mode]["gradient_weight"]["quarters"]
+        assert -quarters[3]["wrong"]["sum"] / quarters[2]["right"]["sum"] == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize(
@@ -136,15 +137,15 @@ def test_a_group_of_one_reward_has_no_advantage_though_its_mean_is_rounded(tmp_p
 
 def test_rewards_that_teach_nothing(tmp_path):
     report = report_of(tmp_path, [sample(length, 1) for length in (1, 5, 2, 3)])
-    push = report["modes"]["token_mean"]["push"]
-    assert push["magnitude"] == 0 and push["longest_minus_shortest"] == {"push": 0, "share": None}
-    assert push["quarters"][3]["all"] == {"push": 0, "share": None, "per_token": None}
+    found = report["modes"]["token_mean"]["gradient_weight"]
+    assert found["magnitude"] == 0 and found["longest_minus_shortest"] == {"sum": 0, "share": None}
+    assert found["quarters"][3]["all"] == {"sum": 0, "share": None, "per_token": None}
 
 
 def test_samples_without_a_group(tmp_path, capsys):
     samples = [sample(length, length % 2, group=None) for length in (1, 2, 3, 4)]
     report = report_of(tmp_path, samples)
-    assert sorted(report["unavailable"]) == ["prompt_mean", "prompts", "push"]
+    assert sorted(report["unavailable"]) == ["gradient_weight", "prompt_mean", "prompts"]
     assert report["unavailable"]["prompt_mean"] == (
         f"{tmp_path}/a.pt: prompt_mean needs a group_index on every sample, and sample 0 (index=None, "
         "group_index=None) has none; set Sample.group_index to the prompt that the sample answers"
@@ -155,18 +156,18 @@ def test_samples_without_a_group(tmp_path, capsys):
     )
     assert report["groups"] is None and "prompt_mean" not in report["modes"]
     mode = report["modes"]["token_mean"]
-    assert mode["effective_prompts"] is None and mode["heaviest_prompts"] is None and mode["push"] is None
+    assert mode["effective_prompts"] is None and mode["heaviest_prompts"] is None and mode["gradient_weight"] is None
     assert mode["share_by_quarter"] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert len(report["switches"]) == 3
     assert "not available" in capsys.readouterr().out
 
 
 def test_groups_by_place_have_advantages(tmp_path):
-    """Rewards 1 0 | 0 1 in twos: the longest, right, is pushed up by as much as the third is pushed down."""
+    """Rewards 1 0 | 0 1 in twos: the longest, right, is made more likely by as much as the third is made less."""
     samples = [sample(length, reward, group=None) for length, reward in ((1, 1), (2, 0), (3, 0), (4, 1))]
     report = report_of(tmp_path, samples, "--n-samples-per-prompt=2")
     assert sorted(report["unavailable"]) == ["prompt_mean", "prompts"]
-    quarters = report["modes"]["sample_mean"]["push"]["quarters"]
+    quarters = report["modes"]["sample_mean"]["gradient_weight"]["quarters"]
     assert [quarter["all"]["share"] for quarter in quarters] == pytest.approx([0.25, -0.25, -0.25, 0.25])
 
 
@@ -180,7 +181,7 @@ def test_one_dump_without_groups_leaves_the_numbers_of_prompts_out(tmp_path):
         for number, group in enumerate((4, None, None))
     ]
     report = report_on(tmp_path, *paths)
-    assert sorted(report["unavailable"]) == ["prompt_mean", "prompts", "push"]
+    assert sorted(report["unavailable"]) == ["gradient_weight", "prompt_mean", "prompts"]
     assert report["unavailable"]["prompt_mean"].startswith(f"{paths[1]}: prompt_mean needs")
     assert report["data"]["samples"] == 6
 
@@ -188,17 +189,17 @@ def test_one_dump_without_groups_leaves_the_numbers_of_prompts_out(tmp_path):
 def test_raw_rewards_need_no_groups(tmp_path):
     samples = [sample(length, reward, group=None) for length, reward in ((1, 1), (2, -3))]
     report = report_of(tmp_path, samples, "--disable-rewards-normalization")
-    assert report["modes"]["sample_mean"]["push"]["magnitude"] == pytest.approx(0.5 * 1 + 0.5 * 3)
+    assert report["modes"]["sample_mean"]["gradient_weight"]["magnitude"] == pytest.approx(0.5 * 1 + 0.5 * 3)
 
 
 def test_whitened_advantages(tmp_path):
     """Advantages +-0.5 on 2 and 4 tokens: mean -1/6, variance (2 (2/3)^2 + 4 (1/3)^2) / 5 = 4/15."""
     options = ["--normalize-advantages", "--disable-grpo-std-normalization"]
-    push = report_of(tmp_path, [sample(2, 1), sample(4, 0)], *options)["modes"]["sample_mean"]["push"]
+    found = report_of(tmp_path, [sample(2, 1), sample(4, 0)], *options)["modes"]["sample_mean"]["gradient_weight"]
     deviation = (4 / 15) ** 0.5
     # of two samples the shorter is in the second quarter: quarter = 3 - floor(4 (1 - 0) / 2)
-    assert push["quarters"][1]["right"]["push"] == pytest.approx(0.5 * (2 / 3) / deviation, rel=1e-5)
-    assert push["quarters"][3]["wrong"]["push"] == pytest.approx(-0.5 * (1 / 3) / deviation, rel=1e-5)
+    assert found["quarters"][1]["right"]["sum"] == pytest.approx(0.5 * (2 / 3) / deviation, rel=1e-5)
+    assert found["quarters"][3]["wrong"]["sum"] == pytest.approx(-0.5 * (1 / 3) / deviation, rel=1e-5)
 
 
 def test_a_step_of_which_nothing_is_left_has_no_token_mean(tmp_path):
@@ -222,7 +223,7 @@ def test_a_custom_normalization_of_rewards(tmp_path):
     path = f"{__name__}.square_rewards"
     samples = [sample(1, reward) for reward in (2, -3)] + [sample(1, 1, rollout_id=8), sample(2, 1, rollout_id=8)]
     report = report_of(tmp_path, samples, f"--custom-reward-post-process-path={path}")
-    assert report["modes"]["sample_mean"]["push"]["magnitude"] == pytest.approx((4 + 9 + 1) / 3)
+    assert report["modes"]["sample_mean"]["gradient_weight"]["magnitude"] == pytest.approx((4 + 9 + 1) / 3)
     assert report["groups"]["one_reward"] == 0
 
 
@@ -238,7 +239,7 @@ def test_equal_rewards_push_nothing_whatever_their_mean_is_rounded_to(tmp_path, 
     samples = [sample(length, reward, group=length // 3) for length in range(3, 12)]
     report = report_on(tmp_path, str(save_rollout_dump(f"{tmp_path}/a.pt", 0, samples)))
     assert report["groups"]["one_reward"] == 3
-    assert [mode["push"]["magnitude"] for mode in report["modes"].values()] == [0.0] * 4
+    assert [mode["gradient_weight"]["magnitude"] for mode in report["modes"].values()] == [0.0] * 4
 
 
 def test_no_difference_to_a_quarter_that_is_empty(tmp_path):
@@ -246,4 +247,4 @@ def test_no_difference_to_a_quarter_that_is_empty(tmp_path):
     report = report_on(tmp_path, str(save_rollout_dump(f"{tmp_path}/a.pt", 0, samples)))
     assert report["quarters"][0]["samples"] == 0
     for mode in report["modes"].values():
-        assert mode["push"]["longest_minus_shortest"] == {"push": None, "share": None}
+        assert mode["gradient_weight"]["longest_minus_shortest"] == {"sum": None, "share": None}

@@ -146,7 +146,7 @@ def test_the_size_of_a_group_is_that_of_the_samples_left(tmp_path):
     assert report["groups"]["size"] == 2 and report["groups"]["incomplete"] == 0
     # rewards 1 and 2 of each group, 0.5 from their mean: 4 samples of 1/4 each
     assert report["modes"]["prompt_mean"]["weight_of_a_step"] == pytest.approx(1)
-    assert report["modes"]["sample_mean"]["push"]["magnitude"] == pytest.approx(0.5)
+    assert report["modes"]["sample_mean"]["gradient_weight"]["magnitude"] == pytest.approx(0.5)
 
 
 def test_a_sample_without_a_group_among_others(tmp_path, capsys):

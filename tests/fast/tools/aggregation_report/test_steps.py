@@ -92,9 +92,9 @@ def test_an_empty_row_does_not_take_the_advantage_of_its_rollout(tmp_path):
     """Rewards 1 and 0 of one group: advantages of +-0.5 over their standard deviation, sqrt(1/2)."""
     rows = [sample(5, 1, rollout_id=1), sample(0, 1, rollout_id=1), sample(5, 0, rollout_id=2)]
     for samples in (rows, [rows[1], rows[0], rows[2]]):
-        push = report_of(tmp_path, samples)["modes"]["prompt_mean"]["push"]
-        assert push["magnitude"] == pytest.approx(0.5**0.5, rel=1e-5)
-        right = [quarter["right"]["share"] for quarter in push["quarters"]]
+        gradient_weight = report_of(tmp_path, samples)["modes"]["prompt_mean"]["gradient_weight"]
+        assert gradient_weight["magnitude"] == pytest.approx(0.5**0.5, rel=1e-5)
+        right = [quarter["right"]["share"] for quarter in gradient_weight["quarters"]]
         assert sum(right) == pytest.approx(0.5)
 
 
@@ -114,7 +114,7 @@ def test_a_hook_of_rewards_needs_no_groups(tmp_path):
     """What a person's own processing returns is the advantage, whatever the samples answer."""
     samples = [sample(1, 2, group=None), sample(2, -3, group=None)]
     report = report_of(tmp_path, samples, f"--custom-reward-post-process-path={__name__}.square")
-    assert report["modes"]["sample_mean"]["push"]["magnitude"] == pytest.approx((4 + 9) / 2)
+    assert report["modes"]["sample_mean"]["gradient_weight"]["magnitude"] == pytest.approx((4 + 9) / 2)
 
 
 @pytest.mark.parametrize("option", ["--n-samples-per-prompt", "--top", "--global-batch-size"])

@@ -20,7 +20,7 @@ HEADINGS = (
     "effective number",
     "share of the weight",
     "heaviest prompts",
-    "push on",
+    "gradient weight",
     "switch of mode",
 )
 
@@ -62,7 +62,7 @@ def _renumbered(value, draw, key=""):
 def _any_float(key):
     if key.startswith("effective"):
         return random.uniform(1, 100_000)
-    return random.uniform(0.01, 1) * (random.choice([-1, 1]) if key in ("push", "share", "per_token") else 1)
+    return random.uniform(0.01, 1) * (random.choice([-1, 1]) if key in ("sum", "share", "per_token") else 1)
 
 
 def _cells(text):
@@ -107,10 +107,12 @@ def _expected_of_mode(mode, report):
         label = f"{name}, {100 * data[name + '_samples'] / data['samples']:.2f} % of samples"
         rows["share of the weight by reward", label] = mode["share_by_reward"][name]
     for place, name in ((0, "shortest"), (3, "longest")):
-        for side, cell in mode["push"]["quarters"][place].items():
-            rows["push on length", f"{name} quarter, {side}"] = cell["share"]
-            rows["push on one active token", f"{name} quarter, {side}"] = cell["per_token"]
-    rows["push on length", "longest minus shortest"] = mode["push"]["longest_minus_shortest"]["share"]
+        for side, cell in mode["gradient_weight"]["quarters"][place].items():
+            rows["gradient weight by length", f"{name} quarter, {side}"] = cell["share"]
+            rows["gradient weight of one active token", f"{name} quarter, {side}"] = cell["per_token"]
+    rows["gradient weight by length", "longest minus shortest"] = mode["gradient_weight"]["longest_minus_shortest"][
+        "share"
+    ]
     return rows
 
 
@@ -136,7 +138,7 @@ def test_every_cell_is_the_number_of_the_json_that_it_is_called(report, seed):
     expected = _expected(report)
     assert cells.keys() == expected.keys()
     for key, text in cells.items():
-        digits = 4 if "%" in text else 3 if "push" in key[0] else 1 if "effective" in key[0] else None
+        digits = 4 if "%" in text else 3 if "gradient weight" in key[0] else 1 if "effective" in key[0] else None
         tolerance = {"rel": 5.1e-3, "abs": 0} if digits is None else {"rel": 0, "abs": 0.51 * 10**-digits}
         value = float("nan") if expected[key] is None else expected[key]
         assert _number(text) == pytest.approx(value, nan_ok=True, **tolerance), key
@@ -204,7 +206,7 @@ def test_what_does_not_exist_is_a_dash(tmp_path):
     assert {value for key, value in cells.items() if key[0] == "heaviest prompts"} == {"7: -", "3: -", "9: -"}
     assert {value for key, value in cells.items() if key[0] == "effective number"} == {"0.0"}
     assert {value for key, value in cells.items() if key[0][:4] in ("shar", "weig", "swit")} == {"-"}
-    assert "push on length: none, since no answer with weight has an advantage\n" in text
+    assert "gradient weight by length: none, since no answer with weight has an advantage\n" in text
 
 
 @pytest.mark.parametrize(
