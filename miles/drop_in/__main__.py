@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -40,7 +41,8 @@ def main(argv: Sequence[str] | None = None, *, detect: Detect | None = None) -> 
             "the edits are made with LibCST, which is not installed; in this project's folder: "
             'pip install -e ".[drop-in]"'
         )
-    sys.stdout.reconfigure(errors="backslashreplace")  # a diff may hold what the terminal cannot show
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a diff may hold what the terminal cannot show
     try:
         return _run(args, detect)
     except UserError as error:
@@ -81,7 +83,9 @@ def _run(args: argparse.Namespace, detect: Detect | None) -> int:
 
     checkout = Checkout(args.checkout)
     if detect is None:
-        from miles.drop_in.hosts import detect_host as detect
+        from miles.drop_in.hosts import detect_host
+
+        detect = detect_host
     if args.revert:
         print(report.reverted(checkout, commands.revert(checkout, detect, force=args.force)))
         return 0

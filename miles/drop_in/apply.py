@@ -64,12 +64,12 @@ def write_changes(checkout: Checkout, changes: Sequence[FileChange], *, folders:
         raise
     except BaseException as error:
         _discard(staged)
-        for folder in reversed(made):
-            folder.rmdir()
+        for path in reversed(made):
+            path.rmdir()
         if isinstance(error, OSError):
             raise UserError(
                 f"cannot write {error.filename or checkout.root}: {error.strerror}; every file is as it was. "
-                "Mend that, and run the same command again"
+                "Fix that, and run the same command again"
             ) from error
         raise
     _discard(staged)
@@ -116,10 +116,10 @@ def _stage(checkout: Checkout, change: FileChange) -> _Staged:
     try:
         if done.old is not None:
             _copy_with_owner(target, done.old)
-        if done.new is not None:
-            if done.old is not None:
-                _copy_with_owner(target, done.new)
-            done.new.write_bytes(change.after)
+        if change.after is not None:
+            if change.before is not None:
+                _copy_with_owner(target, new)
+            new.write_bytes(change.after)
     except BaseException:
         _discard([done])
         raise

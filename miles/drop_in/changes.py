@@ -126,7 +126,7 @@ class _Way:
 def _starts(hunks: Sequence[Hunk], lines: list[str]) -> tuple[int, ...]:
     """Return where each hunk starts: the one way to place all of them in order with the most of the context around."""
     ways = {0: _Way(0, (), None)}  # by the line where the last hunk so far ends
-    last = None
+    last: Hunk | None = None
     for hunk in hunks:
         longer = {}
         for start, score in _places(hunk, lines):
@@ -138,6 +138,7 @@ def _starts(hunks: Sequence[Hunk], lines: list[str]) -> tuple[int, ...]:
             raise HunkError(hunk, "they are not there as they were written, or nothing around them is")
         ways, last = longer, hunk
     best = _best(list(ways.values()), last)
+    assert best is not None  # there is a way, or the loop has raised
     if best.unclear is not None:
         raise HunkError(best.unclear, "the same lines are elsewhere too, and which were written is not clear")
     return best.starts

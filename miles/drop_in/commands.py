@@ -144,7 +144,8 @@ def check(checkout: Checkout, detect: Detect) -> tuple[State, str]:
     if not prospect.changes:
         by_hand = ", ".join(f"{seam.name} ({seam.path})" for seam in prospect.plan.skipped)
         return State.IN, "in, whole and current" + (f"; by hand, and not checked: {by_hand}" if by_hand else "")
-    return State.OTHER, _how_it_differs(prospect)
+    assert prospect.record is not None  # its file is there
+    return State.OTHER, _how_it_differs(prospect, prospect.record)
 
 
 def uncommitted_note(prospect: Prospect) -> str | None:
@@ -187,15 +188,15 @@ def _skipped(plan: Plan) -> set[str]:
     return {seam.name for seam in plan.skipped}
 
 
-def _how_it_differs(prospect: Prospect) -> str:
+def _how_it_differs(prospect: Prospect, record: Record) -> str:
     """Return which files are not as this version has them, in words."""
-    files = {file.path: file for file in prospect.record.files}
+    files = {file.path: file for file in record.files}
     changes = [change for change in prospect.changes if change.path != RECORD_PATH]
     undone = [
         change.path for change in changes if change.path in files and files[change.path].is_as_before(change.before)
     ]
     others = [change.path for change in changes if change.path not in undone]
-    versions = f"written by miles {prospect.record.version}, this is {tool_version()}"
+    versions = f"written by miles {record.version}, this is {tool_version()}"
     parts = [
         *([f"in part: these are as before the drop-in: {', '.join(undone)}"] if undone else []),
         *([f"of another version ({versions}), which would write otherwise: {', '.join(others)}"] if others else []),

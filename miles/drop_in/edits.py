@@ -7,22 +7,31 @@ and line feeds, and comes out with the host's own indentation and line endings.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any
 
 import libcst as cst
 from libcst import matchers as m
 
-Item = TypeVar("Item", cst.BaseElement, cst.ImportAlias, cst.BaseDictElement)
+
+def find_all(tree: cst.CSTNode, pattern: m.BaseMatcherNode | m.MatchIfTrue) -> list[Any]:
+    """Return the nodes of a tree that match; what their attributes are, the pattern says, and no type can."""
+    return list(m.findall(tree, pattern))
+
+
+def replace(module: cst.Module, node: cst.CSTNode, *new: cst.CSTNode) -> cst.Module:
+    """Put nodes in the place of one."""
+    only: Any = new[0] if len(new) == 1 else cst.FlattenSentinel(new)
+    return module.deep_replace(node, only)
 
 
 def contains(node: cst.CSTNode, other: cst.CSTNode) -> bool:
     """Say whether `other` is `node` or a part of it."""
-    return bool(m.findall(node, m.MatchIfTrue(lambda part: part is other)))
+    return bool(find_all(node, m.MatchIfTrue(lambda part: part is other)))
 
 
 def enclosing_function(module: cst.Module, node: cst.CSTNode) -> cst.FunctionDef:
     """Return the innermost function that `node` is in; it has to be in one."""
-    functions = [function for function in m.findall(module, m.FunctionDef()) if contains(function, node)]
+    functions = [function for function in find_all(module, m.FunctionDef()) if contains(function, node)]
     return next(inner for inner in functions if not any(contains(inner, f) for f in functions if f is not inner))
 
 
@@ -64,9 +73,8 @@ def names_needed(codes: Sequence[str]) -> set[str]:
 
 def string_values(literal: cst.List | cst.Set) -> list[str]:
     """Return the plain strings among the elements of a list or set literal."""
-    return [
-        element.value.evaluated_value for element in literal.elements if isinstance(element.value, cst.SimpleString)
-    ]
+    values = [each.value for each in literal.elements if isinstance(each.value, cst.SimpleString)]
+    return [value.evaluated_value for value in values if isinstance(value.evaluated_value, str)]
 
 
 def parse_statement(module: cst.Module, code: str) -> cst.BaseStatement:
@@ -84,27 +92,23 @@ def parse_expression(module: cst.Module, code: str) -> cst.BaseExpression:
 def insert_after(module: cst.Module, statement: cst.CSTNode, *codes: str) -> cst.Module:
     """Put statements after one."""
     added = [parse_statement(module, code) for code in codes]
-    return _replace(module, statement, [statement, *added])
+    return replace(module, statement, statement, *added)
 
 
 def insert_before(module: cst.Module, statement: cst.CSTNode, *codes: str) -> cst.Module:
     """Put statements before one, above its comments and blank lines."""
-    return _replace(module, statement, [*(parse_statement(module, code) for code in codes), statement])
+    return replace(module, statement, *(parse_statement(module, code) for code in codes), statement)
 
 
-def replace_statement(module: cst.Module, statement: cst.CSTNode, *codes: str) -> cst.Module:
+def replace_statement(module: cst.Module, statement: cst.SimpleStatementLine, *codes: str) -> cst.Module:
     """Put statements in the place of one; its comments and blank lines stay above them."""
-    added = [parse_statement(module, code) for code in codes]
-    return _replace(module, statement, [added[0].with_changes(leading_lines=statement.leading_lines), *added[1:]])
-
-
-def _replace(module: cst.Module, statement: cst.CSTNode, new: Sequence[cst.CSTNode]) -> cst.Module:
-    return module.deep_replace(statement, cst.FlattenSentinel(new))
+    first, *others = (parse_statement(module, code) for code in codes)
+    return replace(module, statement, first.with_changes(leading_lines=statement.leading_lines), *others)
 
 
 def depth(module: cst.Module, node: cst.CSTNode) -> int:
     """Return how many blocks `node` is indented by."""
-    return sum(contains(block, node) for block in m.findall(module, m.IndentedBlock()))
+    return sum(contains(block, node) for block in find_all(module, m.IndentedBlock()))
 
 
 def call_code(start: str, arguments: Sequence[str], end: str = ")", *, depth: int, width: int = 119) -> str:
@@ -132,7 +136,7 @@ def add_strings(module: cst.Module, literal: cst.List | cst.Set, *values: str, a
     for value in reversed(values):
         index = next(i for i, item in enumerate(elements) if _is_string(item.value, after))
         elements = _inserted(elements, index, cst.Element(cst.SimpleString(f'"{value}"')))
-    return module.deep_replace(literal, literal.with_changes(elements=elements))
+    return replace(module, literal, literal.with_changes(elements=elements))
 
 
 def add_entries(module: cst.Module, literal: cst.Dict, *codes: str, index: int = -1) -> cst.Module:
@@ -149,17 +153,18 @@ def add_entries(module: cst.Module, literal: cst.Dict, *codes: str, index: int =
     space = comma.whitespace_after if isinstance(comma, cst.Comma) else None
     margin = space.last_line.value if isinstance(space, cst.ParenthesizedWhitespace) else ""
     for code in reversed(codes):
-        entry = parse_expression(module, "{" + code.replace("\n", f"\n{margin}") + "}").elements[0]
-        elements = _inserted(elements, index, entry)
-    return module.deep_replace(literal, literal.with_changes(elements=elements))
+        entry = parse_expression(module, "{" + code.replace("\n", f"\n{margin}") + "}")
+        assert isinstance(entry, cst.Dict)
+        elements = _inserted(elements, index, entry.elements[0])
+    return replace(module, literal, literal.with_changes(elements=elements))
 
 
 def _is_string(node: cst.CSTNode | None, value: str) -> bool:
     return isinstance(node, cst.SimpleString) and node.evaluated_value == value
 
 
-def _inserted(items: list[Item], index: int, new: Item) -> list[Item]:
-    """Return the items with a new one after that at `index`, on a line of its own where the others are."""
+def _inserted(items: list[Any], index: int, new: cst.CSTNode) -> list[Any]:
+    """Return elements, entries or imported names with a new one after that at `index`, laid out as the others are."""
     anchor = items[index]
     if index + 1 < len(items):
         between = _without_comment(anchor.comma)
@@ -179,37 +184,40 @@ def _without_comment(comma: cst.Comma) -> cst.Comma:
 
 def import_from(module: cst.Module, package: str, name: str) -> cst.Module:
     """Import `name` from `package` at the top of the module, in its alphabetical place, unless it is there."""
-    lines = [line for line in module.body if m.matches(line, m.SimpleStatementLine(body=[m.ImportFrom()]))]
-    same = [line for line in lines if _imported_package(module, line) == package]
-    if any(alias.name.value == name for line in same for alias in line.body[0].names):
+    lines = _imports_from(module)
+    same = [statement for _, source, statement in lines if source == package]
+    if any(alias.name.value == name for statement in same for alias in statement.names):
         return module
     if same:
-        names = list(same[-1].body[0].names)
+        names = list(same[-1].names)
         smaller = [index for index, alias in enumerate(names) if alias.name.value < name]
         names = _inserted(names, smaller[-1] if smaller else len(names) - 1, cst.ImportAlias(cst.Name(name)))
-        return module.deep_replace(same[-1].body[0], same[-1].body[0].with_changes(names=names))
+        return replace(module, same[-1], same[-1].with_changes(names=names))
     code = f"from {package} import {name}"
     top = package.split(".")[0]
-    relatives = [line for line in lines if _imported_package(module, line).split(".")[0] == top]
-    before = [line for line in relatives if _imported_package(module, line) < package]
+    relatives = [(line, source) for line, source, _ in lines if source.split(".")[0] == top]
+    before = [line for line, source in relatives if source < package]
     if relatives and not before:
-        first = parse_statement(module, code).with_changes(leading_lines=relatives[0].leading_lines)
-        return _replace(module, relatives[0], [first, relatives[0].with_changes(leading_lines=())])
+        after, _ = relatives[0]
+        first = parse_statement(module, code).with_changes(leading_lines=after.leading_lines)
+        return replace(module, after, first, after.with_changes(leading_lines=()))
     anchors = before or [line for line in module.body if _is_import(line)]
     return insert_after(module, anchors[-1], code)
 
 
 def source_of(module: cst.Module, name: str) -> str | None:
     """Return the package that the module imports `name` from, None where it does not."""
-    named = m.SimpleStatementLine(
-        body=[m.ImportFrom(names=[m.ZeroOrMore(), m.ImportAlias(m.Name(name)), m.ZeroOrMore()])]
-    )
-    lines = [line for line in module.body if m.matches(line, named)]
-    return _imported_package(module, lines[0]) if lines else None
+    named = m.ImportFrom(names=[m.ZeroOrMore(), m.ImportAlias(m.Name(name)), m.ZeroOrMore()])
+    return next((source for _, source, statement in _imports_from(module) if m.matches(statement, named)), None)
 
 
-def _imported_package(module: cst.Module, line: cst.SimpleStatementLine) -> str:
-    statement = line.body[0]
+def _imports_from(module: cst.Module) -> list[tuple[Any, str, Any]]:
+    """Return the lines `from PACKAGE import ...` at the top of a module: line, package, statement."""
+    lines: list[Any] = [line for line in module.body if m.matches(line, m.SimpleStatementLine(body=[m.ImportFrom()]))]
+    return [(line, _imported_package(module, line.body[0]), line.body[0]) for line in lines]
+
+
+def _imported_package(module: cst.Module, statement: cst.ImportFrom) -> str:
     dots = "." * len(statement.relative)
     return dots + (module.code_for_node(statement.module) if statement.module is not None else "")
 

@@ -155,4 +155,6 @@ def _resource(name: str) -> bytes:
     """Return a file that lands in the host: the loss-aggregation module of this package, or one of `files/`."""
     package = resources.files("miles")
     folder = ("backends", "training_utils") if name == _LOSS_AGGREGATION else ("drop_in", "files")
-    return package.joinpath(*folder, name).read_bytes()
+    for part in (*folder, name):
+        package = package / part
+    return package.read_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import libcst as cst
 
@@ -68,7 +68,7 @@ class Seam(abc.ABC):
         self.path = path
 
     @abc.abstractmethod
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the node of `module` at which the edit goes.
 
         Raises:

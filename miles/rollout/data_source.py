@@ -1,7 +1,6 @@
 """Where prompts come from: the embedded task or a JSONL file. Which ones follows from the rollout id alone."""
 
 import json
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +12,7 @@ import numpy as np
 from miles.rollout.arithmetic import MAX_DIGITS, draw_problems, place_values
 from miles.rollout.tokenizer import Tokenizer
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 from miles.utils.types import Sample
 
 
@@ -68,7 +68,7 @@ class DataSource:
         ]
 
 
-def build_data_source(args: Namespace, tokenizer: Tokenizer) -> DataSource:
+def build_data_source(args: Options, tokenizer: Tokenizer) -> DataSource:
     """Return the source of prompts: the file `args.prompt_data`, else the embedded arithmetic.
 
     Args:
@@ -179,7 +179,7 @@ def _check_encodable(where: str, key: str | None, text: str) -> None:
         ) from error
 
 
-def _check_prompt_fits(where: str, text: str, tokenizer: Tokenizer, args: Namespace) -> None:
+def _check_prompt_fits(where: str, text: str, tokenizer: Tokenizer, args: Options) -> None:
     try:
         length = len(tokenizer.encode(text))
     except UserError as error:

@@ -18,37 +18,22 @@ import torch
 from miles.ray.rollout.row_checks import short
 from miles.rollout.plain_dump import load_plain
 from miles.utils.errors import UserError
-from miles.utils.misc import write_whole
+from miles.utils.misc import dump_path, write_whole
 from miles.utils.types import Sample
 
-_SCALAR, _ARRAY = np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]
+_CONSTRUCTORS: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
 
-NUMPY_DATA = [
+NUMPY_DATA: list[Any] = [
     *(np.ndarray, np.dtype),
     *{type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?SU"},
     *(
         (function, f"numpy.{core}.multiarray.{function.__name__}")
         for core in ("core", "_core")
-        for function in (_SCALAR, _ARRAY)
+        for function in _CONSTRUCTORS
     ),
 ]
 """What `torch.load` may import: what builds numpy's numbers and arrays, which hosts put into rewards, extra columns.
 None of it runs code of the file. numpy 1 and 2 have the two functions under different names."""
-
-
-def dump_path(path_template: str, rollout_id: int) -> Path:
-    """Return the template with `{rollout_id}` filled in.
-
-    Raises:
-        UserError: the template has another placeholder or an unmatched brace.
-    """
-    try:
-        return Path(path_template.format(rollout_id=rollout_id))
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"rollout data path {path_template!r}: the one placeholder allowed is {{rollout_id}} "
-            f"(write a brace itself twice)"
-        ) from error
 
 
 def save_rollout_dump(path_template: str, rollout_id: int, samples: list[Sample]) -> Path:

@@ -3,10 +3,10 @@
 Shapes: B rows (samples), S longest row so far, R longest response, V vocabulary.
 """
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 from miles.rollout.data_source import DataSource
 from miles.rollout.rm_hub import set_rewards
-from miles.rollout.tokenizer import Tokenizer
+from miles.rollout.tokenizer import Tokenizer, encode_prompt
 from miles.utils.distributed_utils import all_gather_objects, on_every_rank
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 from miles.utils.types import Sample
 
 RolloutFunction = Callable[..., list[Sample]]
 
 
 def generate_rollout(
-    args: Namespace,
+    args: Options,
     rollout_id: int,
     data_source: DataSource,
     model: nn.Module,
@@ -62,7 +63,7 @@ def generate_rollout(
         return []
     responses = sample_responses(
         model,
-        [tokenizer.encode(sample.prompt) for sample in samples],
+        [encode_prompt(tokenizer, sample) for sample in samples],
         sampling_noise(args, rollout_id, samples).to(device),
         eos_id=tokenizer.eos_id,
         temperature=args.rollout_temperature,
@@ -74,7 +75,7 @@ def generate_rollout(
 
 
 def gather_rollouts(
-    args: Namespace,
+    args: Options,
     rollout_id: int,
     data_source: DataSource | None,
     model: nn.Module,
@@ -127,7 +128,7 @@ def gather_rollouts(
 
 def _check_rollouts_of_one_rank(shares: list[list[Sample]]) -> None:
     """Check that no two ranks gave different rollouts one id, which would merge them."""
-    rank_of: dict[int, int] = {}
+    rank_of: dict[int | None, int] = {}
     for rank, share in enumerate(shares):
         # Conversion refuses ids of other kinds, and says so.
         for rollout in {sample.rollout_id for sample in share if isinstance(sample.rollout_id, Integral)}:
@@ -154,11 +155,11 @@ class Response:
     log_probs: list[float]
 
 
-def sampling_noise(args: Namespace, rollout_id: int, samples: list[Sample]) -> Tensor:
+def sampling_noise(args: Options, rollout_id: int, samples: list[Sample]) -> Tensor:
     """Return uniform noise in [0, 1), float64 [B, R], one independent stream per sample."""
     length = args.rollout_max_response_len
-    streams = [np.random.default_rng([args.rollout_seed, rollout_id, sample.index]) for sample in samples]
-    return torch.from_numpy(np.stack([stream.random(length) for stream in streams]))
+    seeds: list[Any] = [[args.rollout_seed, rollout_id, sample.index] for sample in samples]
+    return torch.from_numpy(np.stack([np.random.default_rng(seed).random(length) for seed in seeds]))
 
 
 def sample_responses(

@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import math
 import re
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 from miles.rollout.arithmetic import arithmetic_credit
 from miles.utils.errors import UserError
 from miles.utils.misc import load_function
+from miles.utils.options import Options
 from miles.utils.types import Sample
 
-RewardFunction = Callable[[Namespace, Sample], Any]
+RewardFunction = Callable[[Options, Sample], Any]
 
 # A minus is a sign where no operand stands before it: "-5" and "= -5" are negative, "10-4" ends in 4.
 # A comma groups thousands only in threes: "1,234" is one number, "1,2" two. Letters right after are a unit.
@@ -45,18 +45,18 @@ def last_number(text: str) -> Decimal | None:
     return -value if found["sign"] in ("-", "\N{MINUS SIGN}") else value
 
 
-def arithmetic_reward(args: Namespace, sample: Sample) -> float:
+def arithmetic_reward(args: Options, sample: Sample) -> float:
     """Return `arithmetic_credit` of the response: partial credit in [0, 1] for the embedded task."""
     ended = sample.status is Sample.Status.COMPLETED
     return arithmetic_credit(sample.response, _label(sample, "arithmetic"), ended=ended)
 
 
-def exact_match_reward(args: Namespace, sample: Sample) -> float:
+def exact_match_reward(args: Options, sample: Sample) -> float:
     """Return 1.0 where response and label are equal up to surrounding white space, else 0.0."""
     return float(sample.response.strip() == _label(sample, "exact_match").strip())
 
 
-def numeric_reward(args: Namespace, sample: Sample) -> float:
+def numeric_reward(args: Options, sample: Sample) -> float:
     """Return 1.0 where the last number of the response equals the last number of the label, else 0.0.
 
     Raises:
@@ -76,7 +76,7 @@ REWARDS: dict[str, RewardFunction] = {
 """Built-in rewards by `--rm-type`."""
 
 
-def get_reward_function(args: Namespace) -> RewardFunction:
+def get_reward_function(args: Options) -> RewardFunction:
     """Return the reward that `args` choose: custom_rm_path first, then rm_type, then the embedded task's own.
 
     Args:
@@ -98,19 +98,20 @@ def get_reward_function(args: Namespace) -> RewardFunction:
     return REWARDS[rm_type]
 
 
-def set_rewards(args: Namespace, samples: list[Sample]) -> None:
+def set_rewards(args: Options, samples: list[Sample]) -> None:
     """Set `reward` on every sample, in place; asynchronous custom rewards run together.
 
     Raises:
         UserError: a reward is no finite number (or, with args.reward_key, no mapping with one under that key).
     """
+    args = Options.of(args)
     reward_function = get_reward_function(args)
     rewards = asyncio.run(_call_all(reward_function, args, samples))
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = _checked_reward(args, sample, reward)
 
 
-async def _call_all(reward_function: RewardFunction, args: Namespace, samples: list[Sample]) -> list[Any]:
+async def _call_all(reward_function: RewardFunction, args: Options, samples: list[Sample]) -> list[Any]:
     async def call(sample: Sample) -> Any:
         reward = reward_function(args, sample)
         return await reward if inspect.isawaitable(reward) else reward
@@ -118,8 +119,8 @@ async def _call_all(reward_function: RewardFunction, args: Namespace, samples: l
     return await asyncio.gather(*(call(sample) for sample in samples))
 
 
-def _checked_reward(args: Namespace, sample: Sample, reward: Any) -> float | dict[str, Any]:
-    key = getattr(args, "reward_key", None)
+def _checked_reward(args: Options, sample: Sample, reward: Any) -> float | dict[str, Any]:
+    key = args.reward_key
     if key is None:
         return _finite(sample, reward)
     if not isinstance(reward, Mapping) or key not in reward:

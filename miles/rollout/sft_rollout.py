@@ -1,18 +1,17 @@
 """Rollouts without sampling: the label is the response, for `--loss-type sft_loss`."""
 
-from argparse import Namespace
-
 import torch
 from torch import nn
 
 from miles.rollout.data_source import DataSource
-from miles.rollout.tokenizer import Tokenizer
+from miles.rollout.tokenizer import Tokenizer, encode_prompt
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 from miles.utils.types import Sample
 
 
 def generate_rollout(
-    args: Namespace,
+    args: Options,
     rollout_id: int,
     data_source: DataSource,
     model: nn.Module,
@@ -48,7 +47,7 @@ def _teach(sample: Sample, tokenizer: Tokenizer, max_length: int) -> None:
     if sample.label is None:
         raise UserError(f"sample {sample.index} has no label to learn from; name its key with --label-key")
     response = [*tokenizer.encode(sample.label), tokenizer.eos_id]
-    sample.tokens = tokenizer.encode(sample.prompt) + response
+    sample.tokens = encode_prompt(tokenizer, sample) + response
     if len(sample.tokens) > max_length:
         raise UserError(
             f"sample {sample.index}: prompt, label and end token make {len(sample.tokens)} tokens, more than "

@@ -1,11 +1,12 @@
 """Tokenizers that need no files: UTF-8 bytes, and the few characters of the embedded task."""
 
-from argparse import Namespace
 from collections.abc import Iterable
 from typing import Protocol
 
 from miles.rollout.arithmetic import CHARACTERS
 from miles.utils.errors import UserError
+from miles.utils.options import Options
+from miles.utils.types import Sample
 
 PAD_TEXT = "\N{REPLACEMENT CHARACTER}"
 """How a sampled padding token reads: visible, so that no reward takes the response for one without it."""
@@ -23,6 +24,20 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`; the end token has none, padding reads `PAD_TEXT`."""
+
+
+def encode_prompt(tokenizer: Tokenizer, sample: Sample) -> list[int]:
+    """Return the token ids of a sample's prompt.
+
+    Raises:
+        UserError: the prompt is a list of messages, which needs a chat template.
+    """
+    if not isinstance(sample.prompt, str):
+        raise UserError(
+            f"the prompt of sample {sample.index} is a list of messages, and these tokenizers have no chat template; "
+            "give its text"
+        )
+    return tokenizer.encode(sample.prompt)
 
 
 class ByteTokenizer:
@@ -73,7 +88,7 @@ class CharTokenizer:
         return "".join(texts[token] for token in tokens)
 
 
-def get_tokenizer(args: Namespace) -> Tokenizer:
+def get_tokenizer(args: Options) -> Tokenizer:
     """Return the tokenizer that `args.tokenizer_type` names.
 
     `auto` is `arithmetic` for the embedded task, and `byte` where prompts or samples come from a file.

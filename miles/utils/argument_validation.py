@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from miles.utils.errors import UserError
-from miles.utils.misc import load_function
+from miles.utils.misc import dump_path, load_function
 from miles.utils.options import Options
 from miles.utils.options.data import TASK_DEPENDENT_DEFAULTS
 from miles.utils.options.declare import PLUGIN, choices, option_string
@@ -235,9 +235,6 @@ def validate_data(args: Options) -> None:
     for name in ("save_debug_rollout_data", "load_debug_rollout_data"):
         template = getattr(args, name)
         if template is not None:
-            # Here, not at the top, since it imports torch, which `--help` has to do without.
-            from miles.rollout.debug_data import dump_path
-
             try:
                 dump_path(template, 0)
             except UserError as error:

@@ -112,3 +112,18 @@ def _is_device(path: Path) -> bool:
 def _target(path: Path) -> Path:
     """Return the file that a link points to in the end; of what is no link, the path as it is."""
     return Path(os.path.realpath(path)) if os.path.islink(path) else path
+
+
+def dump_path(path_template: str, rollout_id: int) -> Path:
+    """Return the template with `{rollout_id}` filled in.
+
+    Raises:
+        UserError: the template has another placeholder or an unmatched brace.
+    """
+    try:
+        return Path(path_template.format(rollout_id=rollout_id))
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"rollout data path {path_template!r}: the one placeholder allowed is {{rollout_id}} "
+            f"(write a brace itself twice)"
+        ) from error

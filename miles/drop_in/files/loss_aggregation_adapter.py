@@ -68,7 +68,8 @@ def resolve_overrides(args: Any, overrides: Columns) -> Columns:
 
 def validate_arguments(args: Any) -> None:
     """Check the choice against what depends on it, and set `calculate_per_token_loss` for `token_mean`, in place."""
-    mode, divisor = getattr(args, "loss_aggregation", None), getattr(args, "loss_aggregation_divisor", None)
+    mode: Any = getattr(args, "loss_aggregation", None)
+    divisor: Any = getattr(args, "loss_aggregation_divisor", None)
     takers = " or ".join(other.name for other in MODES.values() if other.needs_divisor)
     is_taker = isinstance(mode, str) and mode in MODES and MODES[mode].needs_divisor
     text = f"--loss-aggregation-divisor belongs to --loss-aggregation {takers}, not to {mode or 'the default'}"
@@ -105,7 +106,8 @@ def _check_dependents(mode: LossAggregation, args: Any) -> None:
     text = f"--loss-aggregation {mode.name} excludes a nonzero {' and '.join(given)}"
     is_clear = not mode.counts_tokens or loss_type != "policy_loss" or not given
     _require(is_clear, f"{text}: auxiliary policy-loss terms are sample-normalized; set it to 0")
-    batch_size, group_size = getattr(args, "global_batch_size", None), getattr(args, "n_samples_per_prompt", None)
+    batch_size: Any = getattr(args, "global_batch_size", None)
+    group_size: Any = getattr(args, "n_samples_per_prompt", None)
     text = f"{mode.name} takes whole groups: global_batch_size must be a multiple of n_samples_per_prompt {group_size}"
     is_whole = not mode.needs_prompt_groups or None in (batch_size, group_size) or batch_size % group_size == 0
     _require(is_whole, f"{text}; got {batch_size}")
@@ -117,7 +119,8 @@ def prompt_columns(args: Any, samples: Sequence[Any], data: Columns) -> Columns:
     _require(not is_empty, "token_mean needs at least one active token in every optimizer step; this rollout has none")
     if not _has(args, "needs_prompt_groups"):
         return {}
-    groups, sums = [sample.group_index for sample in samples], {}
+    groups = [sample.group_index for sample in samples]
+    sums: dict[Any, int] = {}
     _require(None not in groups, "prompt_mean needs a group_index on every sample; set it to the prompt answered")
     for group, mask in zip(groups, data["loss_masks"], strict=True):
         sums[group] = sums.get(group, 0) + int(sum(mask))
@@ -272,7 +275,7 @@ def divide_by_step_tokens(args: Any, batch: Columns, loss: torch.Tensor, dp_size
     """Return loss * dp_size / M under `token_mean`, where the backend averages gradients over `dp_size` ranks."""
     if not _has(args, "counts_tokens"):
         return loss
-    num_tokens = batch.get("step_num_tokens")
+    num_tokens: Any = batch.get("step_num_tokens")
     _require(num_tokens is not None, "token_mean needs batch['step_num_tokens'], the active tokens of the whole step")
     _require(num_tokens > 0, "token_mean needs at least one active token in the optimizer step, got 0")
     return loss * dp_size / num_tokens

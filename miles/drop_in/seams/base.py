@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import libcst as cst
 from libcst import matchers as m
@@ -13,7 +13,7 @@ from miles.drop_in.seam import Seam
 
 ADAPTER = "loss_aggregation_adapter"
 
-Node = TypeVar("Node", bound=cst.CSTNode)
+Node = TypeVar("Node")
 
 
 def attribute(owner: str, name: str) -> m.Attribute:
@@ -28,16 +28,16 @@ def called(name: str) -> m.Call:
 
 def subscript(owner: str, key: str) -> m.Subscript:
     """Match `owner["key"]`."""
-    is_key = m.MatchIfTrue(lambda node: isinstance(node, cst.SimpleString) and node.evaluated_value == key)
+    is_key: Any = m.MatchIfTrue(lambda node: isinstance(node, cst.SimpleString) and node.evaluated_value == key)
     return m.Subscript(value=m.Name(owner), slice=[m.SubscriptElement(m.Index(is_key))])
 
 
-def line(*statements: m.BaseMatcherNode) -> m.SimpleStatementLine:
+def line(*statements: Any) -> m.SimpleStatementLine:
     """Match a line that holds one of these small statements alone."""
     return m.SimpleStatementLine(body=[m.OneOf(*statements) if len(statements) > 1 else statements[0]])
 
 
-def assignment(target: m.BaseMatcherNode, value: m.BaseMatcherNode | None = None) -> m.SimpleStatementLine:
+def assignment(target: Any, value: Any = None) -> m.SimpleStatementLine:
     """Match the line `target = value`."""
     return line(m.Assign(targets=[m.AssignTarget(target)], value=m.DoNotCare() if value is None else value))
 
@@ -61,7 +61,7 @@ class AdapterSeam(Seam):
 
     def function(self, module: cst.Module, *names: str) -> cst.FunctionDef:
         """Return the one function that has one of these names."""
-        found = [node for node in m.findall(module, m.FunctionDef()) if node.name.value in names]
+        found = [node for node in edits.find_all(module, m.FunctionDef()) if node.name.value in names]
         return self.only(found, f"function {' or '.join(names)}")
 
     def only(self, nodes: Sequence[Node], what: str) -> Node:
@@ -80,7 +80,7 @@ class AdapterSeam(Seam):
         Raises:
             SeamError: it is.
         """
-        if m.findall(scope, m.Call(func=m.Attribute(value=m.Name(ADAPTER), attr=m.Name(name)))):
+        if edits.find_all(scope, m.Call(func=m.Attribute(value=m.Name(ADAPTER), attr=m.Name(name)))):
             raise self.error(f"it has been changed already: {ADAPTER}.{name} is called there")
 
     def refuse_strings(self, strings: Sequence[str], values: Sequence[str]) -> None:
@@ -99,7 +99,7 @@ class AdapterSeam(Seam):
         Raises:
             SeamError: it does not.
         """
-        known = {node.value for node in m.findall(scope, m.Name())} | {ADAPTER}
+        known = {node.value for node in edits.find_all(scope, m.Name())} | {ADAPTER}
         missing = sorted(edits.names_needed(codes) - known)
         if missing:
             raise self.error(f"there is no {' and no '.join(missing)} around it, which the edit needs")

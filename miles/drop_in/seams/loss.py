@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import libcst as cst
 from libcst import matchers as m
@@ -20,10 +20,10 @@ class _ReducerChoice(AdapterSeam):
     by_hand = f"pass {ADAPTER}.sums_tokens(args) in place of args.calculate_per_token_loss"
     inside: ClassVar[str]
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the argument that chooses."""
         function = self.function(module, self.inside)
-        calls = m.findall(function, called("get_sum_of_sample_mean"))
+        calls = edits.find_all(function, called("get_sum_of_sample_mean"))
         for call in calls:
             self.refuse_calls(call, "sums_tokens")
         found = [argument for call in calls for argument in call.args if m.matches(argument.value, _PER_TOKEN)]
@@ -33,7 +33,7 @@ class _ReducerChoice(AdapterSeam):
         """Let the adapter choose."""
         value = self.find(module).value
         choice = edits.parse_expression(module, f"{ADAPTER}.sums_tokens({module.code_for_node(value.value)})")
-        return self.with_import(module.deep_replace(value, choice))
+        return self.with_import(edits.replace(module, value, choice))
 
 
 class DefaultReducer(_ReducerChoice):
@@ -67,18 +67,18 @@ class PgLossReducer(AdapterSeam):
         "last imported beside get_sum_of_sample_mean"
     )
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the statement that takes the default reducer."""
         choice = self._choice(module)
         self.refuse_calls(choice, "get_pg_loss_reducer")
         default = assignment(m.Name("pg_loss_reducer"), m.Name("sum_of_sample_mean"))
-        found = [] if choice.orelse is None else m.findall(choice.orelse, default)
+        found = [] if choice.orelse is None else edits.find_all(choice.orelse, default)
         return self.only(found, "pg_loss_reducer = sum_of_sample_mean in its else")
 
     def edit(self, module: cst.Module) -> cst.Module:
         """Take the mode's, over the same masks that a custom reducer would get."""
         statement = self.find(module)
-        found = m.findall(self._choice(module).body, assignment(m.Name("pg_loss_masks")))
+        found = edits.find_all(self._choice(module).body, assignment(m.Name("pg_loss_masks")))
         masks = self.only(found, "assignment to pg_loss_masks").with_changes(leading_lines=())
         start = f"pg_loss_reducer = {ADAPTER}.get_pg_loss_reducer("
         arguments = ["args", "batch", "pg_loss_masks", "sum_of_sample_mean", "slice_log_prob_with_cp"]
@@ -95,7 +95,7 @@ class PgLossReducer(AdapterSeam):
         is_option = m.Attribute(attr=m.Name("custom_pg_loss_reducer_function_path")) | m.SimpleString(
             m.MatchIfTrue(lambda value: value.strip("'\"") == "custom_pg_loss_reducer_function_path")
         )
-        found = [node for node in m.findall(function, m.If()) if m.findall(node.test, is_option)]
+        found = [node for node in edits.find_all(function, m.If()) if edits.find_all(node.test, is_option)]
         return self.only(found, "if ...custom_pg_loss_reducer_function_path... in policy_loss_function")
 
 
@@ -110,11 +110,11 @@ class ActiveTokens(AdapterSeam):
         "num_tokens)"
     )
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the statement that counts."""
         function = self.function(module, "loss_function")
         self.refuse_calls(function, "count_active_tokens")
-        found = m.findall(function, assignment(m.Name("num_tokens"), m.Call(func=m.Name("sum"))))
+        found = edits.find_all(function, assignment(m.Name("num_tokens"), m.Call(func=m.Name("sum"))))
         return self.only(found, "num_tokens = sum(...) in loss_function")
 
     def edit(self, module: cst.Module) -> cst.Module:
@@ -134,13 +134,13 @@ class TokenDivisor(AdapterSeam):
         "args, batch, loss, parallel_state.intra_dp.size)"
     )
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the return statement."""
         function = self.function(module, "loss_function")
         self.refuse_calls(function, "divide_by_step_tokens")
-        self.only(m.findall(function.params, m.Param(m.Name("apply_megatron_loss_scaling"))), "such a parameter")
+        self.only(edits.find_all(function.params, m.Param(m.Name("apply_megatron_loss_scaling"))), "such a parameter")
         returned = m.Return(m.Tuple([m.Element(m.Name("loss")), m.ZeroOrMore()]))
-        return self.only(m.findall(function, line(returned)), "return of (loss, ...) in loss_function")
+        return self.only(edits.find_all(function, line(returned)), "return of (loss, ...) in loss_function")
 
     def edit(self, module: cst.Module) -> cst.Module:
         """Divide before it."""
@@ -162,26 +162,22 @@ class KeyNormalizers(AdapterSeam):
 
     def __init__(self, path: str, package: str, num_samples: tuple[str, ...]) -> None:
         super().__init__(path, package)
-        self.num_samples = num_samples
+        self.num_samples = num_samples  # counted in another way in each host
+        arguments = ", ".join(["args", "log", "num_tokens", *num_samples])
+        self.by_hand = f'add **{ADAPTER}.normalize_by_key({arguments}) after "values", with the metrics for log'
 
-    @property
-    def by_hand(self) -> str:
-        """What a person adds to the dict: the samples are counted in another way in each host."""
-        arguments = ", ".join(["args", "log", "num_tokens", *self.num_samples])
-        return f'add **{ADAPTER}.normalize_by_key({arguments}) after "values", with the metrics for log'
-
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the dict."""
         function = self.function(module, "loss_function")
         self.refuse_calls(function, "normalize_by_key")
-        dicts = [node for line_ in m.findall(function, m.Return()) for node in m.findall(line_, m.Dict())]
+        dicts = [node for line_ in edits.find_all(function, m.Return()) for node in edits.find_all(line_, m.Dict())]
         found = [node for node in dicts if {"keys", "values"} <= _keys(node)]
         return self.only(found, 'dict with "keys" and "values" in what loss_function returns')
 
     def edit(self, module: cst.Module) -> cst.Module:
         """Let the adapter replace the values."""
         literal = self.find(module)
-        metrics = self.only(m.findall(literal, m.Call(func=m.Attribute(m.Name(), m.Name("keys")))), "LOG.keys()")
+        metrics = self.only(edits.find_all(literal, m.Call(func=m.Attribute(m.Name(), m.Name("keys")))), "LOG.keys()")
         arguments = ["args", module.code_for_node(metrics.func.value), "num_tokens", *self.num_samples]
         start = f"**{ADAPTER}.normalize_by_key("
         self.require_names(self.function(module, "loss_function"), *arguments)
@@ -190,7 +186,7 @@ class KeyNormalizers(AdapterSeam):
 
 
 def _keys(literal: cst.Dict) -> set[str]:
-    entries = m.findall(literal, m.DictElement(key=m.SimpleString()))
+    entries = edits.find_all(literal, m.DictElement(key=m.SimpleString()))
     return {entry.key.evaluated_value for entry in entries}
 
 
@@ -208,18 +204,22 @@ class MetricAggregation(AdapterSeam):
         "groups); return them unless they are None"
     )
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the statement that reads the keys."""
         function = self._function(module)
         self.refuse_calls(function, "aggregate_by_key")
         first = m.Subscript(value=m.Subscript(value=m.Name("losses_reduced")))
-        return self.only(m.findall(function, assignment(m.Name("keys"), first)), 'keys = losses_reduced[0]["keys"]')
+        return self.only(
+            edits.find_all(function, assignment(m.Name("keys"), first)), 'keys = losses_reduced[0]["keys"]'
+        )
 
     def edit(self, module: cst.Module) -> cst.Module:
         """Let the adapter aggregate before it."""
         statement, function = self.find(module), self._function(module)
         groups = self._groups(module, function)
-        cp_size = "cp_size" if m.findall(function.params, m.Param(m.Name("cp_size"))) else "parallel_state.cp.size"
+        cp_size = (
+            "cp_size" if edits.find_all(function.params, m.Param(m.Name("cp_size"))) else "parallel_state.cp.size"
+        )
         start = f"metrics = {ADAPTER}.aggregate_by_key("
         code = edits.call_code(start, ["losses_reduced", cp_size, groups], depth=edits.depth(module, statement))
         return self.write_before(module, statement, code, "if metrics is not None:\n    return metrics")
@@ -229,8 +229,8 @@ class MetricAggregation(AdapterSeam):
 
     def _groups(self, module: cst.Module, function: cst.FunctionDef) -> str:
         """Return code of the groups over which the function sums: of a loop, or the one of an argument."""
-        call = self.only(m.findall(function, called("all_reduce")), "call of all_reduce in the aggregation")
-        loops = [loop for loop in m.findall(function, m.For()) if edits.contains(loop, call)]
+        call = self.only(edits.find_all(function, called("all_reduce")), "call of all_reduce in the aggregation")
+        loops = [loop for loop in edits.find_all(function, m.For()) if edits.contains(loop, call)]
         if loops:
             return module.code_for_node(loops[0].iter)
         found = [

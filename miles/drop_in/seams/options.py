@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import libcst as cst
 from libcst import matchers as m
 
+from miles.drop_in import edits
 from miles.drop_in.seams.base import ADAPTER, AdapterSeam, assignment, attribute, called, line
 
 _ANCHOR = "--custom-pg-loss-reducer-function-path"
@@ -19,13 +22,13 @@ class Options(AdapterSeam):
     looked_for = f'the statement parser.add_argument("{_ANCHOR}", ...)'
     by_hand = f"call {ADAPTER}.add_arguments(parser) where the options of the loss are declared"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the statement that declares the custom reducer's option."""
         self.refuse_calls(module, "add_arguments")
         self._refuse_namesakes(module)
         declared = m.Arg(m.MatchIfTrue(lambda node: getattr(node, "evaluated_value", None) == _ANCHOR))
         call = m.Call(func=m.Attribute(attr=m.Name("add_argument")), args=[declared, m.ZeroOrMore()])
-        return self.only(m.findall(module, line(m.Expr(call))), f"declaration of {_ANCHOR}")
+        return self.only(edits.find_all(module, line(m.Expr(call))), f"declaration of {_ANCHOR}")
 
     def edit(self, module: cst.Module) -> cst.Module:
         """Declare the options after it."""
@@ -35,7 +38,7 @@ class Options(AdapterSeam):
 
     def _refuse_namesakes(self, module: cst.Module) -> None:
         """Check that no option of the host has a name that the adapter declares: argparse takes each once."""
-        strings = [argument.value for call in m.findall(module, m.Call()) for argument in call.args]
+        strings = [argument.value for call in edits.find_all(module, m.Call()) for argument in call.args]
         declared = {node.evaluated_value for node in strings if isinstance(node, cst.SimpleString)}
         there = [name for name in _NAMES if name in declared]
         if there:
@@ -49,9 +52,9 @@ class _AfterYaml(AdapterSeam):
         """Return the `if` statement."""
         found = [
             node
-            for node in m.findall(module, m.If(test=attribute("args", "custom_config_path") | m.Comparison()))
-            if m.findall(node.test, attribute("args", "custom_config_path"))
-            and m.findall(node.body, called("safe_load"))
+            for node in edits.find_all(module, m.If(test=attribute("args", "custom_config_path") | m.Comparison()))
+            if edits.find_all(node.test, attribute("args", "custom_config_path"))
+            and edits.find_all(node.body, called("safe_load"))
         ]
         return self.only(found, "if args.custom_config_path that loads a YAML file")
 
@@ -64,11 +67,15 @@ class YamlSpellings(_AfterYaml):
     looked_for = "if args.custom_config_path: ... NAME = yaml.safe_load(...)"
     by_hand = f"pass the loaded mapping through {ADAPTER}.resolve_overrides(args, mapping) before it overrides args"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the statement that loads the file."""
         block = self.block(module)
         self.refuse_calls(block, "resolve_overrides")
-        lines = [node for node in m.findall(block.body, assignment(m.Name())) if m.findall(node, called("safe_load"))]
+        lines = [
+            node
+            for node in edits.find_all(block.body, assignment(m.Name()))
+            if edits.find_all(node, called("safe_load"))
+        ]
         return self.only(lines, "assignment of yaml.safe_load(...)")
 
     def edit(self, module: cst.Module) -> cst.Module:
@@ -87,7 +94,7 @@ class Validation(_AfterYaml):
     looked_for = "if args.custom_config_path: ... that loads a YAML file"
     by_hand = f"call {ADAPTER}.validate_arguments(args) after a YAML file has overridden the options"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the `if` statement."""
         self.refuse_calls(module, "validate_arguments")
         return self.block(module)

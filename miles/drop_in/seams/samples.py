@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import libcst as cst
 from libcst import matchers as m
@@ -27,10 +27,10 @@ class PromptColumns(AdapterSeam):
     looked_for = 'train_data["loss_masks"] = loss_masks, in a function with samples'
     by_hand = f"after the loss masks are known: train_data.update({ADAPTER}.prompt_columns(args, samples, train_data))"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the statement that stores the loss masks."""
         self.refuse_calls(module, "prompt_columns")
-        found = m.findall(module, assignment(subscript("train_data", "loss_masks")))
+        found = edits.find_all(module, assignment(subscript("train_data", "loss_masks")))
         return self.only(found, 'assignment to train_data["loss_masks"]')
 
     def edit(self, module: cst.Module) -> cst.Module:
@@ -48,9 +48,9 @@ class ShardColumns(AdapterSeam):
     looked_for = 'for key in [..., "rewards", ..., "loss_masks", ...]: where a rank\'s shard is packaged'
     by_hand = f"add {' and '.join(COLUMNS)} to the columns that are cut to a rank's rows"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the list of columns."""
-        lists = [node.iter for node in m.findall(module, m.For(iter=m.List()))]
+        lists = [node.iter for node in edits.find_all(module, m.For(iter=m.List()))]
         found = [node for node in lists if {"rewards", "loss_masks"} <= set(edits.string_values(node))]
         columns = self.only(found, "loop over a list with rewards and loss_masks")
         self.refuse_strings(edits.string_values(columns), COLUMNS)
@@ -69,11 +69,11 @@ class StoreSchema(AdapterSeam):
     looked_for = "the dict ROLLOUT_DATA_VALUE_SPEC, with an entry for sample_indices"
     by_hand = f"describe {' and '.join(COLUMNS)} as sample_indices is described"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the dict."""
         name = m.Name("ROLLOUT_DATA_VALUE_SPEC")
         is_set = m.Assign(targets=[m.AssignTarget(name)], value=m.Dict()) | m.AnnAssign(target=name, value=m.Dict())
-        literal = self.only(m.findall(module, is_set), "dict ROLLOUT_DATA_VALUE_SPEC").value
+        literal: cst.Dict = self.only(edits.find_all(module, is_set), "dict ROLLOUT_DATA_VALUE_SPEC").value
         self.refuse_strings(_keys(literal), COLUMNS)
         self.only([key for key in _keys(literal) if key == "sample_indices"], "entry for sample_indices in it")
         return literal
@@ -99,12 +99,12 @@ class WholeGroups(AdapterSeam):
     looked_for = "if args.balance_data: partitions = ...; else: partitions = ..."
     by_hand = f"pass the ranks' rows through {ADAPTER}.keep_groups_whole(args, data, partitions)"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the `if` statement that makes the partitions."""
         self.refuse_calls(module, "keep_groups_whole")
-        branches = m.findall(module, m.If(test=attribute("args", "balance_data"), orelse=m.Else()))
+        branches = edits.find_all(module, m.If(test=attribute("args", "balance_data"), orelse=m.Else()))
         makes = assignment(m.Name("partitions"))
-        found = [node for node in branches if m.findall(node.body, makes) and m.findall(node.orelse, makes)]
+        found = [node for node in branches if edits.find_all(node.body, makes) and edits.find_all(node.orelse, makes)]
         return self.only(found, "if args.balance_data that makes partitions in both branches")
 
     def edit(self, module: cst.Module) -> cst.Module:
@@ -123,10 +123,10 @@ class WholeGroupsInSchedule(AdapterSeam):
     by_hand = f"call {ADAPTER}.keep_groups_whole_in_schedule(build_dp_schedule, data) in place of build_dp_schedule"
     _new: ClassVar[str] = "build_schedule"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the statement that makes the schedule."""
         self.refuse_calls(module, "keep_groups_whole_in_schedule")
-        found = m.findall(module, m.SimpleStatementLine(body=[m.Assign(value=called("build_dp_schedule"))]))
+        found = edits.find_all(module, m.SimpleStatementLine(body=[m.Assign(value=called("build_dp_schedule"))]))
         return self.only(found, "assignment of build_dp_schedule(...)")
 
     def edit(self, module: cst.Module) -> cst.Module:
@@ -136,4 +136,4 @@ class WholeGroupsInSchedule(AdapterSeam):
         code = f"{self._new} = {ADAPTER}.keep_groups_whole_in_schedule({module.code_for_node(function)}, data)"
         renamed = statement.deep_replace(function, cst.Name(self._new)).with_changes(leading_lines=())
         first = edits.parse_statement(module, code).with_changes(leading_lines=statement.leading_lines)
-        return self.with_import(module.deep_replace(statement, cst.FlattenSentinel([first, renamed])))
+        return self.with_import(edits.replace(module, statement, first, renamed))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import libcst as cst
 from libcst import matchers as m
 
@@ -18,10 +20,10 @@ class TensorMove(AdapterSeam):
     looked_for = 'rollout_data["loss_masks"] = ..., where the loss masks are moved to the device'
     by_hand = f"after the loss masks are moved: {ADAPTER}.move_prompt_mask_sums(rollout_data)"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the statement that moves the loss masks."""
         self.refuse_calls(module, "move_prompt_mask_sums")
-        found = m.findall(module, assignment(subscript("rollout_data", "loss_masks")))
+        found = edits.find_all(module, assignment(subscript("rollout_data", "loss_masks")))
         return self.only(found, 'assignment to rollout_data["loss_masks"]')
 
     def edit(self, module: cst.Module) -> cst.Module:
@@ -36,10 +38,10 @@ class _BatchColumns(AdapterSeam):
     looked_for = 'the list in get_batch(..., [..., "loss_masks", ..., "advantages", ...]) of the training step'
     by_hand = "add prompt_mask_sums to the columns that the training step fetches"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the list of columns."""
-        calls = m.findall(module, called("get_batch"))
-        lists = [node for call in calls for node in m.findall(call, m.List())]
+        calls = edits.find_all(module, called("get_batch"))
+        lists = [node for call in calls for node in edits.find_all(call, m.List())]
         found = [node for node in lists if {"loss_masks", "advantages"} <= set(edits.string_values(node))]
         columns = self.only(found, "call of get_batch with a list with loss_masks and advantages")
         self.refuse_strings(edits.string_values(columns), COLUMNS[1:])
@@ -74,10 +76,10 @@ class RolloutLog(AdapterSeam):
     )
     by_hand = f"add {' and '.join(COLUMNS)} to the columns that the rollout log leaves out"
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the literal of ignored columns."""
         function = self.function(module, "log_rollout_data")
-        literals = m.findall(function, m.List() | m.Set())
+        literals = edits.find_all(function, m.List() | m.Set())
         wanted = {"tokens", "loss_masks", "sample_indices"}
         found = [node for node in literals if wanted <= set(edits.string_values(node))]
         ignored = self.only(found, "list of tokens, loss_masks and sample_indices in log_rollout_data")
@@ -100,11 +102,11 @@ class FSDPStepTokens(AdapterSeam):
         "num_microbatches, get_parallel_state().intra_dp.group)"
     )
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the statement that counts the steps."""
         function = self.function(module, "_train_core")
         self.refuse_calls(function, "count_step_tokens")
-        found = m.findall(function, assignment(m.Name("num_steps_per_rollout")))
+        found = edits.find_all(function, assignment(m.Name("num_steps_per_rollout")))
         return self.only(found, "assignment to num_steps_per_rollout in _train_core")
 
     def edit(self, module: cst.Module) -> cst.Module:
@@ -124,13 +126,15 @@ class FSDPBatchTokens(AdapterSeam):
     looked_for = "batch = get_batch(...), in the loop over step_id of _train_core"
     by_hand = 'after FSDP\'s micro-batch is made: batch["step_num_tokens"] = step_num_tokens[step_id]'
 
-    def find(self, module: cst.Module) -> cst.CSTNode:
+    def find(self, module: cst.Module) -> Any:
         """Return the statement that makes the micro-batch."""
         function = self.function(module, "_train_core")
-        if m.findall(function, assignment(subscript("batch", "step_num_tokens"))):
+        if edits.find_all(function, assignment(subscript("batch", "step_num_tokens"))):
             raise self.error('it has been changed already: batch["step_num_tokens"] is set there')
-        loops = m.findall(function, m.For(target=m.Name("step_id")))
-        found = [node for loop in loops for node in m.findall(loop, assignment(m.Name("batch"), called("get_batch")))]
+        loops = edits.find_all(function, m.For(target=m.Name("step_id")))
+        found = [
+            node for loop in loops for node in edits.find_all(loop, assignment(m.Name("batch"), called("get_batch")))
+        ]
         return self.only(found, "batch = get_batch(...) in a loop over step_id")
 
     def edit(self, module: cst.Module) -> cst.Module:

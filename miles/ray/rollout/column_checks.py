@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
@@ -18,6 +17,7 @@ from miles.ray.rollout.row_checks import (
 )
 from miles.ray.rollout.row_groups import ID_COLUMN_OF, check_one_group_each
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 
 NEEDED_COLUMNS = ("response_lengths", "loss_masks", "rewards")
 
@@ -43,7 +43,7 @@ TRAINING_COLUMNS = (
 CONVERSION = "the function of --custom-convert-samples-to-train-data-path"
 
 
-def validate_train_data(args: Namespace, data: dict[str, Any], *, dp_size: int) -> None:
+def validate_train_data(args: Options, data: dict[str, Any], *, dp_size: int) -> None:
     """Check what a trainer needs of a whole rollout before it computes anything.
 
     Args:
@@ -57,6 +57,7 @@ def validate_train_data(args: Namespace, data: dict[str, Any], *, dp_size: int) 
             token; with complete prompt groups, a number of rollouts that does not divide into steps, or steps that do
             not divide over the ranks.
     """
+    args = Options.of(args)
     check_columns(data)
     _check_rollout_log_probs(args, data)
     check_prompt_tokens(data)
@@ -77,7 +78,7 @@ def check_prompt_tokens(data: dict[str, Any]) -> None:
             )
 
 
-def check_batch_sizes(args: Namespace, data: dict[str, Any], *, dp_size: int) -> None:
+def check_batch_sizes(args: Options, data: dict[str, Any], *, dp_size: int) -> None:
     """Check that, with complete prompt groups, rollouts divide into steps, and steps over the ranks.
 
     Args:
@@ -88,7 +89,7 @@ def check_batch_sizes(args: Namespace, data: dict[str, Any], *, dp_size: int) ->
     Raises:
         UserError: they do not.
     """
-    if getattr(args, "prompt_groups", "complete") != "complete":
+    if args.prompt_groups != "complete":
         return
     num_rollouts = len(set(data.get("rollout_ids", range(len(data["tokens"])))))
     if num_rollouts % args.global_batch_size:
@@ -105,14 +106,14 @@ def check_batch_sizes(args: Namespace, data: dict[str, Any], *, dp_size: int) ->
         )
 
 
-def _check_rollout_log_probs(args: Namespace, data: dict[str, Any]) -> None:
+def _check_rollout_log_probs(args: Options, data: dict[str, Any]) -> None:
     """Check that an option of the policy loss that needs the rollout's log-probs has them."""
-    if getattr(args, "loss_type", "policy_loss") != "policy_loss" or "rollout_log_probs" in data:
+    if args.loss_type != "policy_loss" or "rollout_log_probs" in data:
         return
     needing = ["use_rollout_logprobs"]
-    if getattr(args, "custom_tis_function_path", None) is None:
+    if args.custom_tis_function_path is None:
         needing += ["use_tis", "get_mismatch_metrics"]
-    flags = ["--" + name.replace("_", "-") for name in needing if getattr(args, name, False)]
+    flags = ["--" + name.replace("_", "-") for name in needing if getattr(args, name)]
     if flags:
         raise UserError(
             f"{', '.join(flags)}: the policy loss then needs the rollout's log-probs, and the samples carry none; set "

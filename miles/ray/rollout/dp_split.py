@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from miles.ray.rollout.row_groups import (
 from miles.ray.rollout.steps import add_step_columns, fixed_steps, ragged_steps
 from miles.utils.errors import UserError
 from miles.utils.misc import wants_context
+from miles.utils.options import Options
 from miles.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 WHOLE_COLUMNS = ("total_lengths", "raw_reward")
@@ -28,12 +28,12 @@ PROMPT_COLUMNS = ("prompt_group_indices", "prompt_counts", "prompt_mask_sums")
 """Columns that a reducer with context may have without `prompt_mean`."""
 
 
-def split_train_data_by_dp(args: Namespace, data: dict[str, Any], dp_size: int) -> list[dict[str, Any]]:
+def split_train_data_by_dp(args: Options, data: dict[str, Any], dp_size: int) -> list[dict[str, Any]]:
     """Return `split_train_data_by_dp_raw`'s shards; the host's entry point, where it also stores them."""
     return split_train_data_by_dp_raw(args, data, dp_size=dp_size)
 
 
-def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size: int) -> list[dict[str, Any]]:
+def split_train_data_by_dp_raw(args: Options, data: dict[str, Any], *, dp_size: int) -> list[dict[str, Any]]:
     """Split train data into one shard for each data-parallel rank, step by step.
 
     With complete groups, an optimizer step is the next `args.global_batch_size` rollouts of the stream, and inside a
@@ -59,6 +59,7 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
             of another size or that lies in two steps, or groups that do not divide evenly over the ranks; a
             `token_mean` step of which no token is counted.
     """
+    args = Options.of(args)
     data["total_lengths"] = [len(tokens) for tokens in data["tokens"]]
     mode = LossAggregation.of(args)
     if mode.needs_prompt_groups:
@@ -66,7 +67,7 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
     columns = with_shared_columns("prompt", with_shared_columns("rollout", data))
     rollouts = columns.get("rollout_ids", range(len(data["tokens"])))
     groups = columns.get("prompt_group_indices")
-    is_ragged = getattr(args, "prompt_groups", "complete") == "ragged"
+    is_ragged = args.prompt_groups == "ragged"
     if is_ragged:
         steps = ragged_steps(rollouts, rollouts if groups is None else groups, args.global_batch_size)
     else:
@@ -74,6 +75,7 @@ def split_train_data_by_dp_raw(args: Namespace, data: dict[str, Any], *, dp_size
     add_step_columns(columns, steps)
     units = rollouts
     if mode.needs_prompt_groups and not is_ragged:
+        assert groups is not None  # checked above
         check_complete_groups(groups, rollouts, args.n_samples_per_prompt)
         _check_complete_steps(groups, steps, dp_size)
         units = groups
@@ -123,10 +125,10 @@ def _straddling(groups: Sequence[Hashable], steps: Sequence[Sequence[int]]) -> t
     return first_conflict((groups[row], step) for step, rows in enumerate(steps) for row in rows)
 
 
-def _check_counted_tokens(args: Namespace, columns: dict[str, Any], steps: Sequence[Sequence[int]]) -> None:
+def _check_counted_tokens(args: Options, columns: dict[str, Any], steps: Sequence[Sequence[int]]) -> None:
     """Check that something of each step is counted: an active token, of positive weight where weights are counted."""
     masks, weights = columns["loss_masks"], None
-    if getattr(args, "loss_weight_normalization", "weights") == "weights":
+    if args.loss_weight_normalization == "weights":
         weights = columns.get("loss_weights")
     for step, rows in enumerate(steps):
         if any(_is_counted(masks[row], None if weights is None else weights[row]) for row in rows):
@@ -150,7 +152,7 @@ def _is_counted(mask: Sequence[int], weights: Sequence[float] | None) -> bool:
 
 
 def _deal_steps(
-    args: Namespace,
+    args: Options,
     columns: dict[str, Any],
     steps: Sequence[Sequence[int]],
     units: Sequence[Hashable],
@@ -178,7 +180,7 @@ def _deal(
         totals = [sum(lengths[row] for row in bundle) for bundle in bundles]
         chosen = get_seqlen_balanced_partitions(totals, dp_size)
     else:
-        chosen = [range(rank, len(bundles), dp_size) for rank in range(dp_size)]
+        chosen = [list(range(rank, len(bundles), dp_size)) for rank in range(dp_size)]
     return [[row for bundle in part for row in bundles[bundle]] for part in chosen]
 
 
@@ -192,7 +194,7 @@ def _package_shard(data: dict[str, Any], partition: list[int], step_row_counts: 
     return shard
 
 
-def process_rollout_data_shard(args: Namespace, shard: dict[str, Any]) -> dict[str, Any]:
+def process_rollout_data_shard(args: Options, shard: dict[str, Any]) -> dict[str, Any]:
     """Finish a shard on the train side: drop "partition" and reduce the `WHOLE_COLUMNS` to the shard's rows."""
     partition = shard.pop("partition")
     for key in WHOLE_COLUMNS:

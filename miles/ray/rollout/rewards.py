@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
@@ -11,13 +10,14 @@ import numpy as np
 from miles.ray.rollout.row_checks import finite_number
 from miles.ray.rollout.row_groups import name_of, ordinals, rollout_ids_of, rows_by_id
 from miles.utils.errors import UserError
+from miles.utils.options import Options
 from miles.utils.types import Sample
 
-RewardPostProcess = Callable[[Namespace, Sequence[Sample]], tuple[list[float], list[float]]]
+RewardPostProcess = Callable[[Options, Sequence[Sample]], tuple[list[float], list[float]]]
 
 
 def post_process_rewards(
-    args: Namespace,
+    args: Options,
     samples: Sequence[Sample],
     custom_reward_post_process_func: RewardPostProcess | None,
 ) -> tuple[list[float], list[float]]:
@@ -33,12 +33,12 @@ def post_process_rewards(
     raw_rewards = [_checked_reward(args, sample, position) for position, sample in enumerate(samples)]
     for rollout, rows in rows_by_id(rollout_ids_of(samples)).items():
         _check_shared_reward(rollout, raw_rewards, rows)
-    if not args.rewards_normalization or getattr(args, "loss_type", "policy_loss") == "sft_loss":
+    if not args.rewards_normalization or args.loss_type == "sft_loss":
         return raw_rewards, raw_rewards
     return raw_rewards, _normalize_by_group(args, samples, raw_rewards)
 
 
-def _checked_reward(args: Namespace, sample: Sample, position: int) -> float:
+def _checked_reward(args: Options, sample: Sample, position: int) -> float:
     try:
         reward = sample.get_reward_value(args)
     except (KeyError, TypeError) as error:
@@ -70,7 +70,7 @@ def _is_list_like(part: Any) -> bool:
     return hasattr(part, "__len__") and not isinstance(part, (Mapping, Set)) and getattr(part, "ndim", 1) == 1
 
 
-def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards: Sequence[float]) -> list[float]:
+def _normalize_by_group(args: Options, samples: Sequence[Sample], raw_rewards: Sequence[float]) -> list[float]:
     """Subtract each prompt group's mean over rollouts and, for GRPO and GSPO, divide by its standard deviation.
 
     Rows of one rollout share its reward and count once. Rollouts without a `group_index` are grouped by their place,
@@ -78,7 +78,7 @@ def _normalize_by_group(args: Namespace, samples: Sequence[Sample], raw_rewards:
     """
     by_place = any(sample.group_index is None for sample in samples)
     rollouts = rollout_ids_of(samples)
-    groups: dict[int, dict[Hashable, list[int]]] = {}
+    groups: dict[int | None, dict[Hashable, list[int]]] = {}
     for row, (sample, rollout, place) in enumerate(zip(samples, rollouts, ordinals(rollouts), strict=True)):
         group = place // args.n_samples_per_prompt if by_place else sample.group_index
         groups.setdefault(group, {}).setdefault(rollout, []).append(row)

@@ -32,8 +32,8 @@ def ordinals(ids: Sequence[Hashable]) -> list[int]:
 
 def first_occurrences(ids: Sequence[Hashable]) -> list[int]:
     """Return 1 at the first position of each distinct id and 0 elsewhere; the sum is the number of ids."""
-    seen: set[Hashable] = set()
-    return [0 if id_ in seen else (seen.add(id_) or 1) for id_ in ids]
+    first_rows = {rows[0] for rows in rows_by_id(ids).values()}
+    return [int(row in first_rows) for row in range(len(ids))]
 
 
 def rows_by_id(ids: Sequence[Hashable]) -> dict[Hashable, list[int]]:

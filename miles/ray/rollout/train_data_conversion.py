@@ -11,7 +11,6 @@ it is deterministic. Columns that the loss layer adds to the host's:
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ from miles.ray.rollout.row_groups import (
 )
 from miles.utils.errors import UserError
 from miles.utils.misc import wants_context
+from miles.utils.options import Options
 from miles.utils.types import Sample
 
 __all__ = [
@@ -54,7 +54,7 @@ __all__ = [
 
 
 def convert_samples_to_train_data(
-    args: Namespace,
+    args: Options,
     samples: Sequence[Sample],
     metadata: dict[str, Any],
     custom_convert_samples_to_train_data_func: Callable[..., dict[str, Any]] | None,
@@ -82,6 +82,7 @@ def convert_samples_to_train_data(
         UserError: what a sample holds cannot be trained on; the message names the sample. What a custom conversion
             returns is left to `validate_train_data`.
     """
+    args = Options.of(args)
     if custom_convert_samples_to_train_data_func is not None:
         return custom_convert_samples_to_train_data_func(args, samples)
     if not samples:
@@ -119,7 +120,7 @@ def _token_columns(samples: Sequence[Sample], loss_masks: Sequence[Sequence[int]
     return columns
 
 
-def _id_columns(args: Namespace, samples: Sequence[Sample], loss_masks: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _id_columns(args: Options, samples: Sequence[Sample], loss_masks: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return the columns of rollouts and prompt groups that the configuration needs."""
     columns: dict[str, Any] = {}
     rollout_ids = rollout_ids_of(samples)
@@ -128,7 +129,7 @@ def _id_columns(args: Namespace, samples: Sequence[Sample], loss_masks: Sequence
     groups = [sample.group_index for sample in samples]
     is_prompt_mean = LossAggregation.of(args).needs_prompt_groups
     check_groups(args, samples)
-    looks_at_groups = wants_context(args) or getattr(args, "prompt_groups", "complete") == "ragged"
+    looks_at_groups = wants_context(args) or args.prompt_groups == "ragged"
     if is_prompt_mean or (looks_at_groups and None not in groups):
         columns |= shared_columns("prompt", groups, loss_masks)
     elif None not in groups:
@@ -164,7 +165,7 @@ def _numbers_in_metadata(key: str, samples: Sequence[Sample]) -> list[float]:
     ]
 
 
-def check_groups(args: Namespace, samples: Sequence[Sample]) -> None:
+def check_groups(args: Options, samples: Sequence[Sample]) -> None:
     """Check that prompt groups are what `prompt_mean` needs and the configuration promises.
 
     Args:
@@ -183,5 +184,5 @@ def check_groups(args: Namespace, samples: Sequence[Sample]) -> None:
             f"prompt_mean needs a group_index on every sample, and {name_of(samples[position], position)} has none; "
             "set Sample.group_index to the prompt that the sample answers"
         )
-    if getattr(args, "prompt_groups", "complete") == "complete":
+    if args.prompt_groups == "complete":
         check_complete_groups(groups, rollout_ids_of(samples), args.n_samples_per_prompt)

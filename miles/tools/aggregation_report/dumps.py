@@ -15,11 +15,12 @@ from typing import Any
 from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation
 from miles.ray.rollout.column_checks import check_batch_sizes
 from miles.ray.rollout.train_data_conversion import check_groups, process_rollout_data_shard, split_train_data_by_dp
-from miles.rollout.debug_data import dump_path, read_dump_rows, sample_of_row
+from miles.rollout.debug_data import read_dump_rows, sample_of_row
 from miles.tools.aggregation_report.bad_samples import Sieve, leave_out_bad, rollouts_of_rows
 from miles.tools.aggregation_report.conversion import HINT, for_groups, reward_hook, to_columns, with_places
 from miles.tools.aggregation_report.options import args_of_mode, with_values
 from miles.utils.errors import UserError
+from miles.utils.misc import dump_path
 from miles.utils.options import Options
 from miles.utils.types import Sample
 

@@ -202,8 +202,8 @@ def _heaviest(
 def _describe_gradient_weight(samples: SampleWeights, gradient_weights: Tensor, is_right: Tensor) -> dict[str, Any]:
     """Return weight times advantage, summed over the right, the wrong and all answers of each quarter.
 
-    "share" divides that sum by the sum of magnitudes over all samples; "per_token" is the sum over one active token, in
-    multiples of the mean magnitude over all active tokens.
+    "share" divides that sum by the sum of magnitudes over all samples; "per_token" is that sum over one active token,
+    in multiples of the mean magnitude over all active tokens.
     """
     # A sample without response tokens has no advantage, and no weight either.
     gradient_weights = torch.where(samples.lengths > 0, gradient_weights, 0.0)
