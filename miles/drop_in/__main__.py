@@ -19,7 +19,7 @@ Put the modes of --loss-aggregation into an existing Miles or slime checkout, as
 Without an option it prints what it would do: the host found, each seam with file and line, and the diff."""
 
 _EPILOG = """\
-exit status: 0 done; 2 something for you to mend, in one message, with nothing written.
+exit status: 0 done; 2 something for you to fix, in one message, with nothing written.
 --check: 0 in, whole and current; 1 not in; 2 in part, damaged or of another version."""
 
 

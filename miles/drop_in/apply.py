@@ -86,7 +86,7 @@ def missing_folders(checkout: Checkout, changes: Sequence[FileChange]) -> list[s
 
 
 def _refuse_read_only(checkout: Checkout, changes: Sequence[FileChange]) -> None:
-    """Refuse before anything is written; the mode counts, also for a user whom it would not stop."""
+    """Refuse before anything is written; the mode counts, also for a user that it would not stop."""
     existing = [change.path for change in changes if change.before is not None]
     read_only = [path for path in existing if not checkout.mode(path) & stat.S_IWUSR]
     if read_only:

@@ -93,7 +93,7 @@ class Checkout:
         try:
             return file.read_bytes()
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}; mend it, or its permissions") from error
+            raise UserError(f"{path} cannot be read: {error.strerror}; repair it, or its permissions") from error
 
     def read_if_there(self, path: str) -> bytes | None:
         """Return the bytes of a file, or None where there is none. Raises as `read`."""

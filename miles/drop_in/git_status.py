@@ -63,6 +63,6 @@ def _names(result: subprocess.CompletedProcess[str], checkout: Checkout) -> set[
     if result.returncode != 0:
         raise UserError(
             f"git cannot say whether files of {checkout.root} have uncommitted changes: {result.stderr.strip()}\n"
-            "  mend that, or pass --force to go on without knowing"
+            "  fix that, or pass --force to go on without knowing"
         )
     return set(result.stdout.split("\0")) - {""}

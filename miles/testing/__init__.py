@@ -1,9 +1,9 @@
-"""Check that a loss does not depend on how a step is cut, on the real backends, against an unsplit float64 oracle."""
+"""Check that a loss does not depend on how a step is split, on real backends, against an unsplit float64 oracle."""
 
 from miles.testing.backends import Backend, FSDPBackend, MegatronBackend
 from miles.testing.check import check_invariance, find_failures
 from miles.testing.oracle import expected_outcome
-from miles.testing.step import CustomCorrection, CustomLoss, CustomReducer, Cut, Outcome, Row, Scores, Step
+from miles.testing.step import CustomCorrection, CustomLoss, CustomReducer, Outcome, Row, Scores, Split, Step
 from miles.testing.worlds import WorldError, run_world
 
 __all__ = [
@@ -11,12 +11,12 @@ __all__ = [
     "CustomCorrection",
     "CustomLoss",
     "CustomReducer",
-    "Cut",
     "FSDPBackend",
     "MegatronBackend",
     "Outcome",
     "Row",
     "Scores",
+    "Split",
     "Step",
     "WorldError",
     "check_invariance",

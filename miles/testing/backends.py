@@ -1,4 +1,4 @@
-"""The real backends behind one call: run these steps under these cuts, each on as many processes as it needs."""
+"""The real backends behind one call: run these steps under these splits, each on as many processes as it needs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, Protocol
 import torch
 import torch._dynamo  # FSDP2 imports it on first use: here once, and not once in each forked process
 
-from miles.testing.step import Cut, Outcome, Step
+from miles.testing.step import Outcome, Split, Step
 from miles.testing.train_data import make_args, make_shards
 from miles.testing.worlds import run_world
 from miles.utils.distributed_utils import all_gather_objects
 
-Job = tuple[Step, Cut]
+Job = tuple[Step, Split]
 
 
 class Backend(Protocol):
     """Something that runs an optimizer step on several ranks."""
 
-    def run(self, step: Step, cut: Cut) -> Outcome:
-        """Run the step, cut as `cut` says."""
+    def run(self, step: Step, split: Split) -> Outcome:
+        """Run the step, split as `split` says."""
         ...
 
     def run_many(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Run several; cuts of one topology may share their processes."""
+        """Run several; splits of one topology may share their processes."""
         ...
 
 
@@ -47,22 +47,22 @@ class TrainBackend(abc.ABC):
     def __str__(self) -> str:
         return " ".join(self.options[1:])
 
-    def run(self, step: Step, cut: Cut) -> Outcome:
-        """Run the step, cut as `cut` says.
+    def run(self, step: Step, split: Split) -> Outcome:
+        """Run the step, split as `split` says.
 
         Raises:
-            UserError: a step, or a cut, that the backend refuses.
+            UserError: a step, or a split, that the backend refuses.
             WorldError: a rank failed, or the time limit was reached.
         """
-        return self.run_many([(step, cut)])[0]
+        return self.run_many([(step, split)])[0]
 
     def run_many(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Run every (step, cut); those of one topology run one after another in one group of processes."""
+        """Run every (step, split); those of one topology run one after another in one group of processes."""
         from miles.testing.rank import run_jobs_on_rank
 
         outcomes: dict[int, Outcome] = {}
-        for topology in dict.fromkeys(cut.topology for _, cut in jobs):
-            chosen = [index for index, (_, cut) in enumerate(jobs) if cut.topology == topology]
+        for topology in dict.fromkeys(split.topology for _, split in jobs):
+            chosen = [index for index, (_, split) in enumerate(jobs) if split.topology == topology]
             prepared = [self._prepare(*jobs[index]) for index in chosen]
             run = partial(run_jobs_on_rank, prepared, self.gather_gradient)
             ranks = run_world(run, jobs[chosen[0]][1].num_ranks, time_limit=self.time_limit)
@@ -70,9 +70,9 @@ class TrainBackend(abc.ABC):
                 outcomes[index] = _agreed([Outcome(value, _tensors(grad), m) for value, grad, m in of_each_rank])
         return [outcomes[index] for index in range(len(jobs))]
 
-    def _prepare(self, step: Step, cut: Cut) -> tuple[Any, list[dict[str, Any]]]:
-        args = make_args(step, cut, backend_options=self.options)
-        return args, make_shards(args, step, cut)
+    def _prepare(self, step: Step, split: Split) -> tuple[Any, list[dict[str, Any]]]:
+        args = make_args(step, split, backend_options=self.options)
+        return args, make_shards(args, step, split)
 
     @staticmethod
     @abc.abstractmethod

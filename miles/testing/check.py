@@ -1,4 +1,4 @@
-"""The check itself: every cut of a step has to give the oracle's value, gradient and metrics."""
+"""The check itself: every split of a step has to give the oracle's value, gradient and metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from miles.testing.backends import Backend
 from miles.testing.oracle import expected_outcome
-from miles.testing.step import Cut, Outcome, Step
+from miles.testing.step import Outcome, Split, Step
 from miles.testing.worlds import WorldError
 from miles.utils.errors import UserError
 
@@ -22,71 +22,71 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True)
 class Failure:
-    """One cut under which a step does not come to what it has to.
+    """One split under which a step does not come to what it has to.
 
     Attributes:
         step: The step.
-        cut: The cut.
+        split: The split.
         differences: One line for each number that differs: its name, expected and got.
     """
 
     step: Step
-    cut: Cut
+    split: Split
     differences: list[str]
 
     def __str__(self) -> str:
         listed = self.differences[:MAX_LISTED]
         if len(self.differences) > MAX_LISTED:
             listed.append(f"and {len(self.differences) - MAX_LISTED} more")
-        ranks, batches, rows = self.cut.size(self.step)
-        head = f"{self.step} | {self.cut} ({ranks} ranks, {batches} micro-batches, {rows} rows):"
+        ranks, batches, rows = self.split.size(self.step)
+        head = f"{self.step} | {self.split} ({ranks} ranks, {batches} micro-batches, {rows} rows):"
         return "\n    ".join([head, *listed])
 
 
 def check_invariance(
     steps: Step | Sequence[Step],
     backend: Backend,
-    cuts: Iterable[Cut],
+    splits: Iterable[Split],
     *,
     rtol: float = 1e-5,
     shrink: bool = True,
 ) -> None:
-    """Check that value, gradient and every metric of each step are the unsplit float64 ones under every cut.
+    """Check that value, gradient and every metric of each step are the unsplit float64 ones under every split.
 
     Args:
         steps: One step or several.
         backend: Runs them.
-        cuts: Ways to cut each step. Cuts of one topology run in one group of processes.
+        splits: Ways to split each step. Splits of one topology run in one group of processes.
         rtol: Largest relative difference; see `differences`.
         shrink: After a failure, look for fewer rows that still fail, and show those.
 
     Raises:
-        AssertionError: a cut fails. The message shows the smallest: the fewest ranks, then micro-batches, then rows.
-        UserError: a step or a cut that the backend refuses.
+        AssertionError: a split fails. The message shows the smallest: the fewest ranks, then micro-batches, then rows.
+        UserError: a step or a split that the backend refuses.
         WorldError: a rank failed, or did not finish in time.
     """
     steps = [steps] if isinstance(steps, Step) else list(steps)
-    cuts = list(cuts)
-    jobs = [(step, cut) for step in steps for cut in cuts]
+    splits = list(splits)
+    jobs = [(step, split) for step in steps for split in splits]
     if not jobs:
-        raise ValueError("nothing to check: give at least one step and one cut")
+        raise ValueError("nothing to check: give at least one step and one split")
     failures = find_failures(jobs, backend, rtol=rtol)
     if not failures:
         return
-    smallest = min(failures, key=lambda failure: failure.cut.size(failure.step))
+    smallest = min(failures, key=lambda failure: failure.split.size(failure.step))
     if shrink:
         smallest = drop_rows(smallest, backend, rtol=rtol)
-    raise AssertionError(f"{len(failures)} of {len(jobs)} cuts on {backend} fail; the smallest:\n  {smallest}")
+    raise AssertionError(f"{len(failures)} of {len(jobs)} splits on {backend} fail; the smallest:\n  {smallest}")
 
 
-def find_failures(jobs: Sequence[tuple[Step, Cut]], backend: Backend, *, rtol: float = 1e-5) -> list[Failure]:
+def find_failures(jobs: Sequence[tuple[Step, Split]], backend: Backend, *, rtol: float = 1e-5) -> list[Failure]:
     """Return the jobs whose outcome differs from the oracle's, in their order."""
     expected = [expected_outcome(step) for step, _ in jobs]
     failures = []
-    for (step, cut), wanted, outcome in zip(jobs, expected, backend.run_many(jobs), strict=True):
+    for (step, split), wanted, outcome in zip(jobs, expected, backend.run_many(jobs), strict=True):
         found = differences(wanted, outcome, rtol=rtol)
         if found:
-            failures.append(Failure(step, cut, found))
+            failures.append(Failure(step, split, found))
     return failures
 
 
@@ -127,10 +127,10 @@ def _number_differences(
 
 
 def drop_rows(failure: Failure, backend: Backend, *, rtol: float = 1e-5) -> Failure:
-    """Leave out one row after another as long as the cut still fails, and return the last failure."""
+    """Leave out one row after another as long as the split still fails, and return the last failure."""
     while True:
         jobs = (_without_row(failure, index) for index in range(len(failure.step.rows)))
-        smaller = [(step, cut) for step, cut in jobs if step is not None]
+        smaller = [(step, split) for step, split in jobs if step is not None]
         try:
             found = find_failures(smaller, backend, rtol=rtol) if smaller else []
         except (WorldError, UserError):
@@ -140,10 +140,10 @@ def drop_rows(failure: Failure, backend: Backend, *, rtol: float = 1e-5) -> Fail
         failure = found[0]
 
 
-def _without_row(failure: Failure, index: int) -> tuple[Step | None, Cut]:
+def _without_row(failure: Failure, index: int) -> tuple[Step | None, Split]:
     """Return the job without one of its rows; no step where that leaves no active token."""
     rows = [row for place, row in enumerate(failure.step.rows) if place != index]
-    held = failure.cut.rows_by_rank(len(failure.step.rows))
+    held = failure.split.rows_by_rank(len(failure.step.rows))
     left = [[row - (row > index) for row in rows_of_rank if row != index] for rows_of_rank in held]
     step = replace(failure.step, rows=rows) if any(map(any, (row.mask for row in rows))) else None
-    return step, replace(failure.cut, rows=left)
+    return step, replace(failure.split, rows=left)

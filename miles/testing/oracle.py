@@ -25,7 +25,7 @@ from miles.testing.averages import (
     plain_weighing,
     rollout_keys,
 )
-from miles.testing.step import SKIPPED_VALUE, VOCAB_SIZE, Cut, Outcome, Row, Scores, Step
+from miles.testing.step import SKIPPED_VALUE, VOCAB_SIZE, Outcome, Row, Scores, Split, Step
 from miles.testing.step_facts import step_facts
 from miles.testing.token_values import (
     ALL_TOKENS,
@@ -41,8 +41,8 @@ from miles.utils.options import Options
 
 @lru_cache(maxsize=256)
 def expected_outcome(step: Step) -> Outcome:
-    """Return what any cut of the step has to come to."""
-    args = make_args(step, Cut())
+    """Return what any split of the step has to come to."""
+    args = make_args(step, Split())
     model = build_seeded_gpt(args, VOCAB_SIZE, torch.device("cpu")).double()
     rewards = [row.advantage for row in step.rows]
     if args.normalize_advantages:

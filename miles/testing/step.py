@@ -1,4 +1,4 @@
-"""What is checked: the rows of one optimizer step and its loss, and how a backend cuts them."""
+"""What is checked: the rows of one optimizer step and its loss, and how a backend splits them."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Split:
     """How a step is spread over ranks and micro-batches.
 
     Attributes:
@@ -204,12 +204,12 @@ class Cut:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that the cut needs."""
+        """Processes that the split needs."""
         return self.dp * self.cp * self.pp * self.tp
 
     @property
     def topology(self) -> tuple[int | None, ...]:
-        """What cuts have in common that one group of processes can run."""
+        """What splits have in common that one group of processes can run."""
         return self.dp, self.cp, self.pp, self.tp, self.virtual_stages
 
     def rows_by_rank(self, num_rows: int) -> list[list[int]]:

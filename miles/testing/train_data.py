@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from miles.backends.training_utils.loss_aggregation import MODES
-from miles.ray.rollout.row_groups import add_ordinals
+from miles.ray.rollout.row_groups import add_indices
 from miles.ray.rollout.steps import add_step_columns
 from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
 from miles.testing.averages import rollout_keys
-from miles.testing.step import VOCAB_SIZE, CustomLoss, Cut, Step
+from miles.testing.step import VOCAB_SIZE, CustomLoss, Split, Step
 from miles.utils.arguments import parse_args
 from miles.utils.options import Options
 from miles.utils.types import Sample
@@ -21,11 +21,11 @@ TOKEN_COLUMNS = ("log_probs", "ref_log_probs", "values", "returns")
 """Per-token columns of a row that training would have computed itself."""
 
 
-def make_args(step: Step, cut: Cut, *, backend_options: Sequence[str] = ()) -> Options:
+def make_args(step: Step, split: Split, *, backend_options: Sequence[str] = ()) -> Options:
     """Return the resolved arguments of a run that trains on the step alone.
 
     Raises:
-        UserError: the step or the cut is one that a run refuses.
+        UserError: the step or the split is one that a run refuses.
     """
     longest = max(row.total_length for row in step.rows)
     num_rollouts = len(set(rollout_keys(step.rows)))
@@ -36,7 +36,7 @@ def make_args(step: Step, cut: Cut, *, backend_options: Sequence[str] = ()) -> O
             *("--rollout-batch-size", str(num_rollouts), "--n-samples-per-prompt", "1"),
             "--disable-rewards-normalization",
             *_loss_options(step),
-            *_cut_options(step, cut),
+            *_split_options(step, split),
             *backend_options,
             *step.options,
         ]
@@ -60,20 +60,20 @@ def _loss_options(step: Step) -> Iterator[str]:
         yield from ("--custom-pg-loss-reducer-function-path", step.reducer.path)
 
 
-def _cut_options(step: Step, cut: Cut) -> Iterator[str]:
-    if cut.max_tokens is not None:
-        yield from ("--use-dynamic-batch-size", "--max-tokens-per-gpu", str(cut.max_tokens))
+def _split_options(step: Step, split: Split) -> Iterator[str]:
+    if split.max_tokens is not None:
+        yield from ("--use-dynamic-batch-size", "--max-tokens-per-gpu", str(split.max_tokens))
     else:
-        yield from ("--micro-batch-size", str(cut.micro_batch_size or len(step.rows)))
-    for option, size in (("context", cut.cp), ("pipeline-model", cut.pp), ("tensor-model", cut.tp)):
+        yield from ("--micro-batch-size", str(split.micro_batch_size or len(step.rows)))
+    for option, size in (("context", split.cp), ("pipeline-model", split.pp), ("tensor-model", split.tp)):
         if size > 1:
             yield from (f"--{option}-parallel-size", str(size))
-    if cut.virtual_stages is not None:
-        yield from ("--virtual-pipeline-model-parallel-size", str(cut.virtual_stages))
+    if split.virtual_stages is not None:
+        yield from ("--virtual-pipeline-model-parallel-size", str(split.virtual_stages))
 
 
-def make_shards(args: Options, step: Step, cut: Cut) -> list[dict[str, Any]]:
-    """Return each data-parallel rank's rows, as the package's conversion makes them and the cut deals them out."""
+def make_shards(args: Options, step: Step, split: Split) -> list[dict[str, Any]]:
+    """Return each data-parallel rank's rows, as the package's conversion makes them and the split deals them out."""
     samples = [_sample(step, index) for index in range(len(step.rows))]
     data = convert_samples_to_train_data(args, samples, {}, None, None)
     data["total_lengths"] = [row.total_length for row in step.rows]
@@ -81,16 +81,16 @@ def make_shards(args: Options, step: Step, cut: Cut) -> list[dict[str, Any]]:
         column = [getattr(row, name) for row in step.rows]
         if None not in column:
             data[name] = column
-    add_ordinals(data)
+    add_indices(data)
     add_step_columns(data, [range(len(step.rows))])
     return [
         {**{key: [column[row] for row in rows] for key, column in data.items()}, "step_row_counts": [len(rows)]}
-        for rows in cut.rows_by_rank(len(step.rows))
+        for rows in split.rows_by_rank(len(step.rows))
     ]
 
 
 def row_tokens(step: Step, index: int) -> list[int]:
-    """Return a row's tokens, prompt first; made up where the row has none, the same in every cut."""
+    """Return a row's tokens, prompt first; made up where the row has none, the same in every split."""
     row = step.rows[index]
     if row.tokens is not None:
         return list(row.tokens)

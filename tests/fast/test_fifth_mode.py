@@ -13,7 +13,7 @@ from torch import Tensor
 
 from miles.backends.megatron_utils.availability import check_megatron
 from miles.backends.training_utils.loss_aggregation import MODES, LossAggregation, RowTotals, StepCounts, one_for_zero
-from miles.testing import Cut, FSDPBackend, MegatronBackend, Step, averages, check_invariance, expected_outcome
+from miles.testing import FSDPBackend, MegatronBackend, Split, Step, averages, check_invariance, expected_outcome
 from miles.tools.aggregation_report.__main__ import main as report
 from miles.trainer import main as train
 from miles.utils.arguments import build_parser, parse_args
@@ -58,7 +58,12 @@ def fifth_mode(monkeypatch):
     return mode
 
 
-CUTS = [Cut(), Cut(micro_batch_size=2), Cut(dp=2, micro_batch_size=3), Cut(dp=2, rows=[[2, 6, 1, 3, 4, 0, 5], []])]
+SPLITS = [
+    Split(),
+    Split(micro_batch_size=2),
+    Split(dp=2, micro_batch_size=3),
+    Split(dp=2, rows=[[2, 6, 1, 3, 4, 0, 5], []]),
+]
 
 
 def test_divisors_by_hand(fifth_mode):
@@ -82,7 +87,7 @@ def test_command_line_has_it(fifth_mode):
 
 @pytest.mark.parametrize("options", [(), ("--use-tis", "--tis-type", "icepop", "--tis-clip", "1.2")])
 def test_fsdp2_under_every_split(fifth_mode, options):
-    check_invariance(make_step(NAME, "policy", *options), FSDPBackend(), CUTS, shrink=False)
+    check_invariance(make_step(NAME, "policy", *options), FSDPBackend(), SPLITS, shrink=False)
 
 
 def test_megatron_under_every_split(fifth_mode):
@@ -90,8 +95,8 @@ def test_megatron_under_every_split(fifth_mode):
         check_megatron()
     except UserError as error:
         pytest.skip(str(error))
-    cuts = [*CUTS, Cut(cp=2, micro_batch_size=2), Cut(pp=2, micro_batch_size=3)]
-    check_invariance(make_step(NAME), MegatronBackend(), cuts, shrink=False)
+    splits = [*SPLITS, Split(cp=2, micro_batch_size=2), Split(pp=2, micro_batch_size=3)]
+    check_invariance(make_step(NAME), MegatronBackend(), splits, shrink=False)
 
 
 def test_it_is_another_mode_than_the_four(fifth_mode):

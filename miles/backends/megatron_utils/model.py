@@ -95,7 +95,7 @@ def wrap_ddp(args: Options, config: TransformerConfig, chunks: list[GPTModel]) -
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
     return [
-        # As Megatron's own training does: only the first chunk is cut into buckets, the others' gradients come early.
+        # As Megatron's own training: only the first chunk is split into buckets, the others' gradients come early.
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]

@@ -31,7 +31,7 @@ COMPUTED_COLUMNS = dict.fromkeys(("log_probs", "ref_log_probs", "advantages", "r
 """Columns with one tensor per row that training adds."""
 
 SCALAR_COLUMNS = dict.fromkeys(
-    ("prompt_mask_sums", "rollout_mask_sums", "rollout_counts", "rollout_ordinals", "prompt_ordinals"), torch.int64
+    ("prompt_mask_sums", "rollout_mask_sums", "rollout_counts", "rollout_indices", "prompt_indices"), torch.int64
 )
 """Columns with one number per row that the loss reads on the device, which become one tensor."""
 

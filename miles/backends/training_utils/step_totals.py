@@ -41,7 +41,7 @@ def prepare_loss_terms(
     Args:
         args: The run's arguments.
         rollout_data: The rank's rows with "log_probs" (a pipeline stage without logits has none), and
-            "rollout_ordinals" and, where groups are known, "prompt_ordinals".
+            "rollout_indices" and, where groups are known, "prompt_indices".
         iterators: The rows' schedules; their `step_facts` get the counts of the term.
         num_microbatches: Micro-batches of each step.
 
@@ -158,8 +158,8 @@ def _add_totals(
     """
     row_totals = rollout_data["row_totals"]
     num_rollouts = sum(count.num_samples for count in counts)
-    by_rollout = rollout_data["rollout_ordinals"].to(row_totals.device)
-    by_prompt = rollout_data.get("prompt_ordinals")
+    by_rollout = rollout_data["rollout_indices"].to(row_totals.device)
+    by_prompt = rollout_data.get("prompt_indices")
     step_of_row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(rollout_data["step_row_counts"])).to(
         row_totals.device
     )

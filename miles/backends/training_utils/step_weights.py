@@ -157,7 +157,7 @@ def _sample_weights(rollout_data: RolloutBatch, rows: torch.Tensor, num_samples:
     """Return `[B]` the weight of each sample on its first row, 0 on its other rows."""
     if "rollout_counts" not in rollout_data:
         return rows
-    by_rollout = rollout_data["rollout_ordinals"].cpu()
+    by_rollout = rollout_data["rollout_indices"].cpu()
     totals = get_parallel_state().intra_dp.all_reduce(sum_by(rows, by_rollout, num_samples)).cpu()
     return totals[by_rollout] * first_rows(rollout_data).cpu()
 

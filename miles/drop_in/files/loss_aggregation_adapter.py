@@ -4,7 +4,7 @@
 
 d_i goes into the reducer of the policy-gradient term; Z is what the trainer divides by already: samples (rollouts), or
 active tokens under `token_mean`. Without `--loss-aggregation` every function hands back what it was given, so that the
-trainer computes what it always did, bit for bit. `token_mean` is `--calculate-per-token-loss` with three faults mended
+trainer computes what it always did, bit for bit. `token_mean` is `--calculate-per-token-loss` with three faults fixed
 that the legacy flag alone keeps: a fully masked row adds no token to the count, FSDP divides by the step's tokens, and
 metrics other than those of the policy-gradient term keep the sample mean.
 
@@ -181,7 +181,7 @@ def keep_groups_whole_in_schedule(build_schedule: Callable[..., Any], data: Colu
     """Return the trainer's `build_dp_schedule`, with each group on one rank under `prompt_mean`.
 
     Groups are dealt first. Then the trainer schedules each rank as if it were the only one, and a rank with fewer
-    micro-batches than another cuts some in two.
+    micro-batches than another splits some in two.
     """
 
     def schedule(args: Any, config: Columns, lengths: Sequence[int], **options: Any) -> Any:
@@ -205,7 +205,7 @@ def keep_groups_whole_in_schedule(build_schedule: Callable[..., Any], data: Colu
 
 
 def _split(micro_batches: list[list[int]], counts: Sequence[int], targets: Sequence[int]) -> list[list[int]]:
-    """Return the micro-batches of each step, cut into as many as `targets` says; the one with most rows is halved."""
+    """Return the micro-batches of each step, split into as many as `targets` says; the one of most rows is halved."""
     result, start = [], 0
     for count, target in zip(counts, targets, strict=True):
         step = micro_batches[start : start + count]

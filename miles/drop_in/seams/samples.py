@@ -46,7 +46,7 @@ class ShardColumns(AdapterSeam):
     name = "shard-columns"
     purpose = "carry the new columns with each rank's rows"
     looked_for = 'for key in [..., "rewards", ..., "loss_masks", ...]: where a rank\'s shard is packaged'
-    by_hand = f"add {' and '.join(COLUMNS)} to the columns that are cut to a rank's rows"
+    by_hand = f"add {' and '.join(COLUMNS)} to the columns that are reduced to a rank's rows"
 
     def find(self, module: cst.Module) -> Any:
         """Return the list of columns."""

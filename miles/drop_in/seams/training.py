@@ -1,4 +1,4 @@
-"""Where the trainer moves a shard to the device, cuts it into micro-batches and logs it."""
+"""Where the trainer moves a shard to the device, splits it into micro-batches and logs it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from miles.backends.training_utils.loss_aggregation import LossAggregation
 from miles.ray.rollout.row_groups import (
-    add_ordinals,
+    add_indices,
     check_complete_groups,
     first_conflict,
     rows_by_id,
@@ -50,7 +50,7 @@ def split_train_data_by_dp_raw(args: Options, data: dict[str, Any], *, dp_size: 
 
     Returns:
         `dp_size` shards with the rows' columns, "partition" (their positions in `data`), "step_row_counts" (rows in
-        each step), the columns of `add_ordinals` and `add_step_columns` and, still for the whole rollout, the
+        each step), the columns of `add_indices` and `add_step_columns` and, still for the whole rollout, the
         `WHOLE_COLUMNS`. Counts and totals that a custom conversion left out beside its ids are filled in; prompt
         columns that are there for a custom reducer alone are left out where a group lies in two steps.
 
@@ -83,7 +83,7 @@ def split_train_data_by_dp_raw(args: Options, data: dict[str, Any], *, dp_size: 
         columns = {key: column for key, column in columns.items() if key not in PROMPT_COLUMNS}
     if mode.counts_tokens and "loss_masks" in columns:
         _check_counted_tokens(args, columns, steps)
-    add_ordinals(columns)
+    add_indices(columns)
     return _deal_steps(args, columns, steps, units, dp_size)
 
 

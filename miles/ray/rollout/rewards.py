@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from miles.ray.rollout.row_checks import finite_number
-from miles.ray.rollout.row_groups import name_of, ordinals, rollout_ids_of, rows_by_id
+from miles.ray.rollout.row_groups import dense_indices, name_of, rollout_ids_of, rows_by_id
 from miles.utils.errors import UserError
 from miles.utils.options import Options
 from miles.utils.types import Sample
@@ -79,7 +79,7 @@ def _normalize_by_group(args: Options, samples: Sequence[Sample], raw_rewards: S
     by_place = any(sample.group_index is None for sample in samples)
     rollouts = rollout_ids_of(samples)
     groups: dict[int | None, dict[Hashable, list[int]]] = {}
-    for row, (sample, rollout, place) in enumerate(zip(samples, rollouts, ordinals(rollouts), strict=True)):
+    for row, (sample, rollout, place) in enumerate(zip(samples, rollouts, dense_indices(rollouts), strict=True)):
         group = place // args.n_samples_per_prompt if by_place else sample.group_index
         groups.setdefault(group, {}).setdefault(rollout, []).append(row)
     use_std = args.advantage_estimator in ("grpo", "gspo") and args.grpo_std_normalization

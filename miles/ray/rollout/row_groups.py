@@ -24,7 +24,7 @@ def rollout_ids_of(samples: Sequence[Sample]) -> list[Hashable]:
     return [("row", i) if sample.rollout_id is None else sample.rollout_id for i, sample in enumerate(samples)]
 
 
-def ordinals(ids: Sequence[Hashable]) -> list[int]:
+def dense_indices(ids: Sequence[Hashable]) -> list[int]:
     """Return, for each id, its position among the distinct ones in order of first appearance."""
     positions: dict[Hashable, int] = {}
     return [positions.setdefault(id_, len(positions)) for id_ in ids]
@@ -81,19 +81,19 @@ def shared_columns(kind: str, ids: Sequence[Hashable], loss_masks: Sequence[Sequ
     }
 
 
-def add_ordinals(data: dict[str, Any]) -> None:
+def add_indices(data: dict[str, Any]) -> None:
     """Number the rollouts, and the prompt groups where there are any, of the whole train data; in place.
 
-    Adds "rollout_ordinals" (0 to R - 1) and, beside "prompt_group_indices", "prompt_ordinals" (0 to P - 1): on each
+    Adds "rollout_indices" (0 to R - 1) and, beside "prompt_group_indices", "prompt_indices" (0 to P - 1): on each
     row, the position of its rollout or group among the distinct ones in order of first appearance. Ranks that hold
     shards of the same data can then add up totals of rollouts and groups without telling each other their ids.
 
     Args:
         data: Columns over all rows; reads "tokens", "rollout_ids" and "prompt_group_indices".
     """
-    data["rollout_ordinals"] = ordinals(data.get("rollout_ids", range(len(data["tokens"]))))
+    data["rollout_indices"] = dense_indices(data.get("rollout_ids", range(len(data["tokens"]))))
     if "prompt_group_indices" in data:
-        data["prompt_ordinals"] = ordinals(data["prompt_group_indices"])
+        data["prompt_indices"] = dense_indices(data["prompt_group_indices"])
 
 
 def check_one_group_each(rollouts: Sequence[Hashable], groups: Sequence[Hashable]) -> None:

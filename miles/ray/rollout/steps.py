@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from miles.ray.rollout.row_groups import first_occurrences, ordinals, rows_by_id, totals_by_id
+from miles.ray.rollout.row_groups import dense_indices, first_occurrences, rows_by_id, totals_by_id
 
 NUM_QUARTERS = 4
 LONGEST_QUARTER = NUM_QUARTERS - 1
@@ -24,7 +24,7 @@ def fixed_steps(rollouts: Sequence[Hashable], global_batch_size: int) -> list[li
         rollouts: Each row's rollout.
         global_batch_size: B.
     """
-    return list(rows_by_id([position // global_batch_size for position in ordinals(rollouts)]).values())
+    return list(rows_by_id([position // global_batch_size for position in dense_indices(rollouts)]).values())
 
 
 def ragged_steps(rollouts: Sequence[Hashable], units: Sequence[Hashable], global_batch_size: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ The path is the host's; nothing here needs Ray. Every rank may run it on the sam
 it is deterministic. Columns that the loss layer adds to the host's:
 
 - `rollout_counts`, `prompt_counts`: 1 on the first row of each rollout (prompt group), else 0. Their sums over any set
-  of rows that makes up a step are N and P, whatever the cut.
+  of rows that makes up a step are N and P, whatever the split.
 - `rollout_mask_sums`, `prompt_mask_sums`: on each row, the active tokens of its whole rollout (prompt group).
 - `loss_weights`: on each row, the weight of each response token.
 """

@@ -30,7 +30,7 @@ UNUSED_COLUMNS = ("rollout_log_probs", "metadata", "truncated", "sample_indices"
 
 @dataclass(frozen=True)
 class Dump:
-    """One dump, cut into optimizer steps.
+    """One dump, split into optimizer steps.
 
     Attributes:
         path: Its file.
@@ -89,7 +89,7 @@ def _numbered_files(template: str) -> Iterator[tuple[int, Path]]:
 
 
 def read_dump(args: Options, path: Path, *, skip_bad: bool) -> Dump:
-    """Read one dump and cut it into steps.
+    """Read one dump and split it into steps.
 
     Args:
         args: From `options.training_args`.
@@ -114,7 +114,7 @@ def read_dump(args: Options, path: Path, *, skip_bad: bool) -> Dump:
     refusals: dict[LossAggregation, str] = {}
     if samples:
         data = to_columns(args, path, samples, reward_hook(args), hint=hint)
-        shard, refusals = _cut(args, path, samples, data)
+        shard, refusals = _split(args, path, samples, data)
     return Dump(
         path=path,
         shard=shard,
@@ -151,7 +151,7 @@ def _without_group(path: Path, samples: Mapping[int, Sample], hint: str) -> str 
     )
 
 
-def _cut(
+def _split(
     args: Options, path: Path, samples: Mapping[int, Sample], data: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[LossAggregation, str]]:
     """Return the rows in the order of their optimizer steps, and which modes training would refuse, with the reason.

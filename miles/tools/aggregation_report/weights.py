@@ -24,7 +24,7 @@ from miles.utils.options import Options
 from miles.utils.types import RolloutBatch
 
 ROWS_AT_ONCE = 512
-"""Rows of a micro-batch. Any cut of a step has the same weights; this one fits the processor's cache."""
+"""Rows of a micro-batch. Any split of a step has the same weights; this one fits the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _of_dump(modes: dict[LossAggregation, Options], dump: Dump) -> dict[Any, Ten
         compute_advantages_and_returns(args, data)
         columns["advantages"] = _of_first_token(data["advantages"])
         columns["centred_rewards"] = torch.tensor(dump.shard["rewards"], dtype=torch.float64)
-    by_rollout = data["rollout_ordinals"]
+    by_rollout = data["rollout_indices"]
     samples = {key: _of_samples(by_rollout, column) for key, column in columns.items()}
     samples["lengths"] = _lengths(dump.shard)
     samples["num_active"] = _sums(by_rollout, mask_sums(data["loss_masks"]))
@@ -141,8 +141,8 @@ def _plain_columns(shard: dict[str, Any], data: RolloutBatch) -> dict[Any, Tenso
         "steps": torch.repeat_interleave(torch.arange(len(row_counts)), row_counts),
         "rewards": torch.tensor(shard["raw_reward"], dtype=torch.float64),
     }
-    if "prompt_ordinals" in data:
-        columns["prompts"] = data["prompt_ordinals"]
+    if "prompt_indices" in data:
+        columns["prompts"] = data["prompt_indices"]
     return columns
 
 
@@ -169,10 +169,10 @@ def _sums(by_rollout: Tensor, rows: Tensor) -> Tensor:
 
 
 def _lengths(shard: dict[str, Any]) -> Tensor:
-    return _sums(torch.tensor(shard["rollout_ordinals"]), torch.tensor(shard["response_lengths"]))
+    return _sums(torch.tensor(shard["rollout_indices"]), torch.tensor(shard["response_lengths"]))
 
 
 def _group_indices(shard: dict[str, Any]) -> list[int]:
-    """Return the group_index of each prompt group, in the order of `prompt_ordinals`."""
-    index_of = dict(zip(shard.get("prompt_ordinals", ()), shard.get("prompt_group_indices", ()), strict=True))
-    return [index_of[ordinal] for ordinal in sorted(index_of)]
+    """Return the group_index of each prompt group, in the order of `prompt_indices`."""
+    index_of = dict(zip(shard.get("prompt_indices", ()), shard.get("prompt_group_indices", ()), strict=True))
+    return [index_of[index] for index in sorted(index_of)]

@@ -25,7 +25,7 @@ ROWS = [
 WEIGHTS = (0.25, -0.5)
 DIVISOR = 3.0
 # Rows of each micro-batch of each of the two ranks.
-CUTS = [
+SPLITS = [
     [[[0, 1, 2, 3]], [[]]],
     [[[0], [1], [3]], [[2]]],
     [[[3, 0]], [[1], [2]]],
@@ -70,7 +70,7 @@ def run_rank(train_step, mode):
         for group, mask, features in ROWS
     ]
     found = []
-    for cut in CUTS:
+    for cut in SPLITS:
         linear = torch.nn.Linear(2, 1, bias=False)
         with torch.no_grad():
             linear.weight.copy_(torch.tensor([WEIGHTS]))

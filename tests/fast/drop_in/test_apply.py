@@ -147,7 +147,7 @@ def test_the_way_back_fails_too(checkout, monkeypatch):
 
 
 def test_a_read_only_file_in_the_middle_is_refused_before_anything(checkout):
-    """By its mode, since the tests may run as root, whom a mode does not stop."""
+    """By its mode, since the tests may run as root, and no mode stops root."""
     checkout.locate("pkg/c.py").chmod(0o444)
     before = snapshot(checkout.root)
     with pytest.raises(

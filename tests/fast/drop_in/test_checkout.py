@@ -118,7 +118,7 @@ def test_a_file_that_fails_to_be_read(checkout, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("pathlib.Path.read_bytes", fail)
-    with pytest.raises(UserError, match=r"pkg/a\.py cannot be read: Input/output error; mend it, or its permissions"):
+    with pytest.raises(UserError, match=r"pkg/a\.py cannot be read: Input/output error; repair it, or"):
         checkout.read("pkg/a.py")
 
 

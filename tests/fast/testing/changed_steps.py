@@ -1,11 +1,11 @@
-"""Steps whose masks a correction changes and whose tokens weigh unequally, and cuts that empty a rank of them."""
+"""Steps whose masks a correction changes and whose tokens weigh unequally, and splits that empty a rank of them."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from miles.testing import Cut, Row, Step
+from miles.testing import Row, Split, Step
 from tests.fast.testing.plugins import KEEP_EVEN, KEEP_LIKELY, KEEP_NEAR, ROOT_LENGTH
 from tests.fast.testing.steps import MODES, make_step, uneven_rows
 
@@ -149,18 +149,18 @@ def emptied_rows() -> list[Row]:
     return [replace(row, rollout_log_probs=tuple(x - 1.2 for x in row.log_probs)) for row in without("loss_weights")]
 
 
-def emptying_cuts(**sizes: int) -> list[Cut]:
+def emptying_splits(**sizes: int) -> list[Split]:
     """Fixed and token-budget micro-batches, in several orders of the rows.
 
     With two ranks, a correction leaves nothing of the last one's rows; the first has none; or rollouts 7 and 9 (rows 3
     and 4, 7 and 8) are on both.
     """
     if sizes.get("dp", 1) == 1:
-        return [Cut(**sizes, micro_batch_size=2), Cut(**sizes, max_tokens=16)]
+        return [Split(**sizes, micro_batch_size=2), Split(**sizes, max_tokens=16)]
     return [
-        Cut(**sizes, micro_batch_size=2, rows=[[4, 0, 1, 5, 6], [2, 7, 3, 8]]),
-        Cut(**sizes, micro_batch_size=4, rows=[[], [7, 3, 0, 8, 5, 4, 1, 6, 2]]),
-        Cut(**sizes, max_tokens=16, rows=[[8, 0, 3, 5], [7, 1, 2, 4, 6]]),
+        Split(**sizes, micro_batch_size=2, rows=[[4, 0, 1, 5, 6], [2, 7, 3, 8]]),
+        Split(**sizes, micro_batch_size=4, rows=[[], [7, 3, 0, 8, 5, 4, 1, 6, 2]]),
+        Split(**sizes, max_tokens=16, rows=[[8, 0, 3, 5], [7, 1, 2, 4, 6]]),
     ]
 
 
@@ -168,6 +168,6 @@ def every_changed_step() -> list[Step]:
     return [*corrected_steps(), *weighted_steps(), *other_steps(), *emptied_steps(), skipped_step()]
 
 
-def alternate(steps: Sequence[Step], cuts: Sequence[Cut]) -> list[tuple[Step, Cut]]:
-    """Give each step one of the cuts, such that each occurs with every option that changes along the steps."""
-    return [(step, cuts[(place + place // len(cuts)) % len(cuts)]) for place, step in enumerate(steps)]
+def alternate(steps: Sequence[Step], splits: Sequence[Split]) -> list[tuple[Step, Split]]:
+    """Give each step one of the splits, such that each occurs with every option that changes along the steps."""
+    return [(step, splits[(place + place // len(splits)) % len(splits)]) for place, step in enumerate(steps)]

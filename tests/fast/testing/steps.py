@@ -1,9 +1,9 @@
-"""The uneven step that the invariance tests cut, and the cuts."""
+"""The uneven step that the invariance tests split, and the splits."""
 
 import random
 from dataclasses import replace
 
-from miles.testing import Cut, Row, Step
+from miles.testing import Row, Split, Step
 
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
 DIVISOR = 7.0
@@ -53,17 +53,17 @@ def every_step(*options: str, tp: int = 1) -> list[Step]:
     return [*steps, make_step("token_mean", "policy", *options, rows=on_policy)]
 
 
-def both_schedules(**sizes: int) -> list[Cut]:
+def both_schedules(**sizes: int) -> list[Split]:
     """Fixed and token-budget micro-batches; where there are ranks to deal to, the last has the masked row, or none.
 
     Rows of one group, and of one rollout, are on different ranks and in different micro-batches.
     """
     dp = sizes.get("dp", 1)
     if dp == 1:
-        return [Cut(**sizes, micro_batch_size=2), Cut(**sizes, max_tokens=16)]
+        return [Split(**sizes, micro_batch_size=2), Split(**sizes, max_tokens=16)]
     others = [index for index in range(7) if index != 2]
     busy = [others[rank :: dp - 1] for rank in range(dp - 1)]
     return [
-        Cut(**sizes, micro_batch_size=2, rows=[*busy, [2]]),
-        Cut(**sizes, max_tokens=16, rows=[[2, *busy[0]], *busy[1:], []]),
+        Split(**sizes, micro_batch_size=2, rows=[*busy, [2]]),
+        Split(**sizes, max_tokens=16, rows=[[2, *busy[0]], *busy[1:], []]),
     ]

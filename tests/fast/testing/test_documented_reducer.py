@@ -1,4 +1,4 @@
-"""VL norm of docs/customization.md, whose weights depend on the whole step, is the paper's under every cut."""
+"""VL norm of docs/customization.md, whose weights depend on the whole step, is the paper's under every split."""
 
 import sys
 from collections import Counter
@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 
 from miles.backends.megatron_utils.availability import check_megatron
-from miles.testing import CustomReducer, Cut, FSDPBackend, MegatronBackend, check_invariance
+from miles.testing import CustomReducer, FSDPBackend, MegatronBackend, Split, check_invariance
 from miles.testing.averages import rollout_keys, row_weights
 from miles.utils.errors import UserError
 from tests.fast.docs.test_customization import python_files
-from tests.fast.testing.changed_steps import ICEPOP, MATCH, NORMALIZATIONS, changed_step, emptying_cuts, without
+from tests.fast.testing.changed_steps import ICEPOP, MATCH, NORMALIZATIONS, changed_step, emptying_splits, without
 
 LONGEST = 16
 
@@ -55,7 +55,7 @@ def steps(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_on_fsdp(steps, dp):
-    check_invariance(steps, FSDPBackend(), [*emptying_cuts(dp=dp), Cut(dp=dp, micro_batch_size=1)], shrink=False)
+    check_invariance(steps, FSDPBackend(), [*emptying_splits(dp=dp), Split(dp=dp, micro_batch_size=1)], shrink=False)
 
 
 @pytest.mark.parametrize("sizes", [{"cp": 2}, {"dp": 2, "cp": 2}], ids=str)
@@ -64,4 +64,4 @@ def test_on_megatron(steps, sizes):
         check_megatron()
     except UserError as error:
         pytest.skip(str(error))
-    check_invariance(steps, MegatronBackend(), emptying_cuts(**sizes), shrink=False)
+    check_invariance(steps, MegatronBackend(), emptying_splits(**sizes), shrink=False)

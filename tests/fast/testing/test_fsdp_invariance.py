@@ -1,9 +1,9 @@
-"""FSDP2: value, gradient and every metric are the float64 oracle's, however the step is cut."""
+"""FSDP2: value, gradient and every metric are the float64 oracle's, however the step is split."""
 
 import pytest
 
-from miles.testing import Cut, FSDPBackend, check_invariance, find_failures
-from tests.fast.testing.changed_steps import alternate, emptying_cuts, every_changed_step
+from miles.testing import FSDPBackend, Split, check_invariance, find_failures
+from tests.fast.testing.changed_steps import alternate, emptying_splits, every_changed_step
 from tests.fast.testing.steps import both_schedules, every_step, make_step
 
 TERMS = {
@@ -25,9 +25,9 @@ def test_every_mode_and_loss(dp):
 @pytest.mark.parametrize("dp", [1, 2])
 def test_every_other_term(dp):
     steps = [make_step("prompt_mean", "policy", *options) for options in TERMS.values()]
-    check_invariance(steps, FSDPBackend(), [Cut(dp=dp, micro_batch_size=3)], shrink=False)
+    check_invariance(steps, FSDPBackend(), [Split(dp=dp, micro_batch_size=3)], shrink=False)
 
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_changed_masks_and_weights(dp):
-    assert not find_failures(alternate(every_changed_step(), emptying_cuts(dp=dp)), FSDPBackend())
+    assert not find_failures(alternate(every_changed_step(), emptying_splits(dp=dp)), FSDPBackend())

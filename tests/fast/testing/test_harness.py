@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from miles.testing import (
-    Cut,
     FSDPBackend,
     Outcome,
     Row,
+    Split,
     Step,
     WorldError,
     check_invariance,
@@ -31,19 +31,19 @@ class Wrong:
     spoil: object
 
     def run_many(self, jobs):
-        return [self.spoil(step, cut, expected_outcome(step)) for step, cut in jobs]
+        return [self.spoil(step, split, expected_outcome(step)) for step, split in jobs]
 
 
-def _per_microbatch_mean(step, cut, outcome):
+def _per_microbatch_mean(step, split, outcome):
     """Twice the value wherever a rank has several micro-batches, and a long row."""
-    several = cut.size(step)[1] > 1 and any(row.response_length > 8 for row in step.rows)
+    several = split.size(step)[1] > 1 and any(row.response_length > 8 for row in step.rows)
     return replace(outcome, value=outcome.value * 2) if several else outcome
 
 
 def test_the_smallest_failing_cut_is_shown():
-    cuts = [Cut(dp=2, micro_batch_size=1), Cut(micro_batch_size=1), Cut(micro_batch_size=4), Cut()]
-    with pytest.raises(AssertionError, match=r"3 of 4 cuts on .* fail; the smallest:") as error:
-        check_invariance(make_step(), Wrong(_per_microbatch_mean), cuts, shrink=False)
+    splits = [Split(dp=2, micro_batch_size=1), Split(micro_batch_size=1), Split(micro_batch_size=4), Split()]
+    with pytest.raises(AssertionError, match=r"3 of 4 splits on .* fail; the smallest:") as error:
+        check_invariance(make_step(), Wrong(_per_microbatch_mean), splits, shrink=False)
     assert "| one process, micro_batch_size 4 (1 ranks, 2 micro-batches, 7 rows):" in str(error.value)
     value = expected_outcome(make_step()).value
     assert f"value: expected {value:.9g}, got {2 * value:.9g}" in str(error.value)
@@ -52,7 +52,7 @@ def test_the_smallest_failing_cut_is_shown():
 
 def test_rows_that_do_not_matter_are_left_out():
     with pytest.raises(AssertionError) as error:
-        check_invariance(make_step(), Wrong(_per_microbatch_mean), [Cut(micro_batch_size=1)])
+        check_invariance(make_step(), Wrong(_per_microbatch_mean), [Split(micro_batch_size=1)])
     assert "(1 ranks, 2 micro-batches, 2 rows):" in str(error.value)
 
 
@@ -124,12 +124,12 @@ def test_what_cannot_be_checked_is_refused():
     with pytest.raises(ValueError, match="needs --use-tis or --get-mismatch-metrics"):
         Step(uneven_rows(), correction=KEEP_NEAR)
     with pytest.raises(ValueError, match="exclude each other"):
-        Cut(micro_batch_size=1, max_tokens=9)
+        Split(micro_batch_size=1, max_tokens=9)
     with pytest.raises(ValueError, match="each of 2 data-parallel ranks, got 1"):
-        Cut(dp=2, rows=[[0]])
+        Split(dp=2, rows=[[0]])
     with pytest.raises(ValueError, match="positions 0 to 6 once"):
-        Cut(dp=2, rows=[[0], [0]]).rows_by_rank(7)
+        Split(dp=2, rows=[[0], [0]]).rows_by_rank(7)
     with pytest.raises(ValueError, match="nothing to check"):
         check_invariance(make_step(), FSDPBackend(), [])
     with pytest.raises(UserError, match="for --train-backend megatron only"):
-        FSDPBackend().run(make_step(), Cut(cp=2))
+        FSDPBackend().run(make_step(), Split(cp=2))

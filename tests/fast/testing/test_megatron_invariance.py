@@ -5,7 +5,7 @@ import pytest
 from miles.backends.megatron_utils.availability import check_megatron
 from miles.testing import MegatronBackend, check_invariance, find_failures
 from miles.utils.errors import UserError
-from tests.fast.testing.changed_steps import alternate, emptying_cuts, every_changed_step
+from tests.fast.testing.changed_steps import alternate, emptying_splits, every_changed_step
 from tests.fast.testing.steps import both_schedules, every_step, make_step
 
 TOPOLOGIES = {
@@ -47,5 +47,5 @@ def test_the_data_parallel_wrapper_in_its_other_ways(option):
 
 @pytest.mark.parametrize("name", ["dp2", "cp2", "pp2", "dp2xcp2"])
 def test_changed_masks_and_weights(name):
-    jobs = alternate(every_changed_step(), emptying_cuts(**TOPOLOGIES[name]))
+    jobs = alternate(every_changed_step(), emptying_splits(**TOPOLOGIES[name]))
     assert not find_failures(jobs, MegatronBackend())

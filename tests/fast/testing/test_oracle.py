@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from miles.testing import Cut, Row, Step, expected_outcome
+from miles.testing import Row, Split, Step, expected_outcome
 from miles.testing.averages import aggregate, main_weighing
 from miles.testing.check import differences
 from miles.testing.corrections import correct_row
@@ -21,7 +21,7 @@ from tests.fast.testing.changed_steps import (
     changed_step,
     emptied_rows,
     emptied_steps,
-    emptying_cuts,
+    emptying_splits,
     skipped_step,
 )
 from tests.fast.testing.steps import DIVISOR, MODES, make_step
@@ -105,14 +105,14 @@ def test_the_corrections_by_hand(type_, factors, kept, tis, clipfrac):
 def test_the_changed_steps_empty_what_they_are_meant_to():
     emptied = {}
     for type_ in ("icepop", "geometric_rejection"):
-        args = make_args(changed_step("constant", "--use-tis", "--tis-type", type_, *BOUNDS), Cut())
+        args = make_args(changed_step("constant", "--use-tis", "--tis-type", type_, *BOUNDS), Split())
         rows = changed_rows()
         kept = [correct_row(args, None, row, torch.tensor(row.log_probs).double()).kept for row in rows]
         emptied[type_] = {place for place, mask in enumerate(kept) if not any(mask)}
         assert any(0 < sum(mask) < sum(row.mask) for mask, row in zip(kept, rows, strict=True)) == (type_ == "icepop")
-    # A row (3) of a rollout whose other row stays, a whole rollout (7 and 8), its group, and cut 1's last rank.
+    # A row (3) of a rollout whose other row stays, a whole rollout (7 and 8), its group, and split 1's last rank.
     assert emptied == {"icepop": {2, 3, 7, 8}, "geometric_rejection": {2, 3, 6, 7, 8}}
-    assert set(emptying_cuts(dp=2)[0].rows[-1]) <= emptied["icepop"]
+    assert set(emptying_splits(dp=2)[0].rows[-1]) <= emptied["icepop"]
 
 
 def test_a_step_of_which_nothing_is_left_is_skipped():

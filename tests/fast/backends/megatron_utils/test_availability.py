@@ -1,4 +1,4 @@
-"""A missing or untested megatron-core is named, with the command that mends it."""
+"""A missing or untested megatron-core is named, with the command that fixes it."""
 
 from importlib import metadata
 

@@ -1,8 +1,8 @@
-"""Runs any cut of a step through the layer in one process, one simulated rank after the other.
+"""Runs any split of a step through the layer in one process, one simulated rank after the other.
 
-A cut is `ranks -> micro-batches -> row indices`. What a micro-batch contributes depends on its rows and on the shape
-of the cut (ranks, micro-batches) alone, so each contribution is computed once and every cut is put together from them
-as the backend would: that makes all cuts of a few rows affordable.
+A split is `ranks -> micro-batches -> row indices`. What a micro-batch contributes depends on its rows and on the shape
+of the split (ranks, micro-batches) alone, so each contribution is computed once and every split put together from them
+as the backend would: that makes all splits of a few rows affordable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.fast import oracle
 from tests.fast.backends.training_utils.layout import chunk_positions, local_response, samples_of, simulated_state
 from tests.fast.oracle import Row
 
-Cut = list[list[list[int]]]
+Split = list[list[list[int]]]
 BACKENDS = ("fsdp", "megatron")
 HERE = "tests.fast.backends.training_utils.harness"
 
@@ -148,7 +148,7 @@ class Outcome:
 
 @dataclass
 class Engine:
-    """Every cut of one step under one backend, loss and context-parallel size.
+    """Every split of one step under one backend, loss and context-parallel size.
 
     Attributes:
         change_batch: Edits each micro-batch before the loss sees it.
@@ -195,12 +195,12 @@ class Engine:
             return dp_size
         return total_normalizer if self.args.calculate_per_token_loss else dp_size * self.cp_size
 
-    def run(self, cut: Cut) -> Outcome:
+    def run(self, split: Split) -> Outcome:
         """Put the step together; ranks with fewer micro-batches than the longest run empty ones."""
-        dp_size, num_microbatches = len(cut), max(1, *map(len, cut))
+        dp_size, num_microbatches = len(split), max(1, *map(len, split))
         total, normalizers, logs = 0.0, 0, []
         gradient = [[0.0] * row.response_length for row in self.rows]
-        for rank in cut:
+        for rank in split:
             for cp_rank in range(self.cp_size):
                 for indices in [*rank, *[[]] * (num_microbatches - len(rank))]:
                     loss, grads, normalizer, log = self.contribution(
@@ -218,7 +218,7 @@ class Engine:
 
 
 def set_partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
-    """All ways to cut the items into non-empty micro-batches, each way once."""
+    """All ways to split the items into non-empty micro-batches, each way once."""
     if not items:
         yield []
         return
@@ -229,15 +229,15 @@ def set_partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
                 yield [[first, *company], *rest]
 
 
-def all_cuts(num_rows: int, max_ranks: int = 2) -> Iterator[Cut]:
+def all_splits(num_rows: int, max_ranks: int = 2) -> Iterator[Split]:
     """All ways to deal rows to up to `max_ranks` ranks (some may get none) and there into micro-batches."""
     for dp_size in range(1, max_ranks + 1):
         for owners in product(range(dp_size), repeat=num_rows):
             held = [[row for row in range(num_rows) if owners[row] == rank] for rank in range(dp_size)]
-            for cut in product(*map(set_partitions, held)):
-                yield list(cut)
+            for split in product(*map(set_partitions, held)):
+                yield list(split)
 
 
-def backwards(cut: Cut) -> Cut:
-    """The same cut with ranks, micro-batches and the rows in them in the other order."""
-    return [[batch[::-1] for batch in rank[::-1]] for rank in cut[::-1]]
+def backwards(split: Split) -> Split:
+    """The same split with ranks, micro-batches and the rows in them in the other order."""
+    return [[batch[::-1] for batch in rank[::-1]] for rank in split[::-1]]

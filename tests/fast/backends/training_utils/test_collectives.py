@@ -50,7 +50,7 @@ def test_all_counts_of_all_steps_cross_the_ranks_once(axis):
             {
                 "rollout_counts": torch.tensor([1, 0, 1]),
                 "rollout_mask_sums": torch.tensor([5, 5, 0]),
-                "rollout_ordinals": torch.tensor([0, 0, 1]),
+                "rollout_indices": torch.tensor([0, 0, 1]),
             },
             [(2,), (2, 5)],
         ),

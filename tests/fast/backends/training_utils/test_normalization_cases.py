@@ -1,7 +1,7 @@
 """Eighteen cases from public trackers, each with the right number and, for a known fault, the wrong one.
 
 Every case goes through conversion, micro-batches, `loss_function`, the backend's own scaling and the metric
-aggregation: at its listed cut, and at every other cut of the same rows into micro-batches and ranks.
+aggregation: at its listed split, and at every other split of the same rows into micro-batches and ranks.
 """
 
 import json
@@ -48,7 +48,7 @@ def flat(gradient):
 
 
 def assert_law(outcome, expected, gradient, where):
-    """Value, logged metric and gradient of one cut; each within 1e-6 of what is right (and no NaN)."""
+    """Value, logged metric and gradient of one split; each within 1e-6 of what is right (and no NaN)."""
     room = TOLERANCE * (1 + abs(expected))
     assert abs(outcome.value - expected) <= room, ("value", where, outcome.value)
     assert abs(outcome.metrics["loss"] - expected) <= room, ("metric", where, outcome.metrics)
@@ -83,7 +83,7 @@ def test_the_named_fault_gives_the_wrong_value(case):
         for loss in ("linear", "policy")[: 2 if case["cp_size"] == 1 else 1]
     ],
 )
-def test_listed_cut(case, loss, backend):
+def test_listed_split(case, loss, backend):
     engine = engine_of(case, loss, backend, case["cp_size"])
     outcome = engine.run(case["layout"])
     assert_law(outcome, case["expected"], expected_gradient(case, loss), case["layout"])
@@ -93,20 +93,20 @@ def test_listed_cut(case, loss, backend):
 
 @pytest.mark.parametrize(("backend", "cp_size"), [("fsdp", 1), ("megatron", 1), ("megatron", 2)])
 @pytest.mark.parametrize("case", CASES, ids=BY_ID)
-def test_every_other_cut(case, backend, cp_size):
+def test_every_other_split(case, backend, cp_size):
     engine = engine_of(case, "linear", backend, cp_size)
     gradient = expected_gradient(case, "linear")
-    for cut in harness.all_cuts(len(engine.rows), max_ranks=3 if len(engine.rows) < 4 else 2):
-        assert_law(engine.run(cut), case["expected"], gradient, cut)
-        other = harness.backwards(cut)
-        if other != cut:
+    for split in harness.all_splits(len(engine.rows), max_ranks=3 if len(engine.rows) < 4 else 2):
+        assert_law(engine.run(split), case["expected"], gradient, split)
+        other = harness.backwards(split)
+        if other != split:
             assert_law(engine.run(other), case["expected"], gradient, other)
 
 
-def test_all_cuts_of_three_rows_include_empty_ranks():
-    cuts = list(harness.all_cuts(3, 2))
-    assert len(cuts) == len({str(cut) for cut in cuts})
-    assert [[[0, 1, 2]]] in cuts and [[[0], [1], [2]]] in cuts
-    assert [[], [[0, 1, 2]]] in cuts and [[[1]], [[0], [2]]] in cuts
+def test_all_splits_of_three_rows_include_empty_ranks():
+    splits = list(harness.all_splits(3, 2))
+    assert len(splits) == len({str(split) for split in splits})
+    assert [[[0, 1, 2]]] in splits and [[[0], [1], [2]]] in splits
+    assert [[], [[0, 1, 2]]] in splits and [[[1]], [[0], [2]]] in splits
     # One rank: Bell's 5 partitions of three rows. Two: 5 + 3*2 + 3*2 + 5, by how many rows the first rank gets.
-    assert len(cuts) == 5 + 22
+    assert len(splits) == 5 + 22

@@ -46,7 +46,7 @@ def two_steps(draw):
 @pytest.mark.parametrize("mode", oracle.MODES)
 @PROPERTY
 @given(data=st.data())
-def test_any_rows_and_cut(mode, cp_size, data):
+def test_any_rows_and_split(mode, cp_size, data):
     rows, num_first = data.draw(two_steps())
     counting = oracle.Counting(
         data.draw(st.sampled_from(["drop", "keep"])), data.draw(st.sampled_from(["weights", "tokens"]))

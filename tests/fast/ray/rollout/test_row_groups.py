@@ -1,10 +1,10 @@
-"""Rows that belong together: rollouts of several rows and prompt groups, their ids, counts, totals and ordinals."""
+"""Rows that belong together: rollouts of several rows and prompt groups, their ids, counts, totals and indices."""
 
 import copy
 
 import pytest
 
-from miles.ray.rollout.row_groups import add_ordinals
+from miles.ray.rollout.row_groups import add_indices
 from miles.ray.rollout.train_data_conversion import (
     convert_samples_to_train_data,
     split_train_data_by_dp,
@@ -55,17 +55,17 @@ def columns(**changes):
     return {key: value for key, value in {**data, **changes}.items() if value is not None}
 
 
-def test_ordinals_number_rollouts_and_groups_by_first_appearance():
+def test_indices_number_rollouts_and_groups_by_first_appearance():
     data = columns(prompt_group_indices=[4, 4, 4, 4, 1, 4])
-    add_ordinals(data)
-    assert data["rollout_ordinals"] == [0, 0, 1, 1, 2, 0]
-    assert data["prompt_ordinals"] == [0, 0, 0, 0, 1, 0]
+    add_indices(data)
+    assert data["rollout_indices"] == [0, 0, 1, 1, 2, 0]
+    assert data["prompt_indices"] == [0, 0, 0, 0, 1, 0]
 
 
-def test_ordinals_of_rows_that_are_rollouts():
+def test_indices_of_rows_that_are_rollouts():
     data = columns(rollout_ids=None)
-    add_ordinals(data)
-    assert data["rollout_ordinals"] == [0, 1, 2, 3, 4, 5] and "prompt_ordinals" not in data
+    add_indices(data)
+    assert data["rollout_indices"] == [0, 1, 2, 3, 4, 5] and "prompt_indices" not in data
 
 
 def by_row(shards, key):
@@ -81,9 +81,9 @@ def test_the_split_fills_in_what_ids_imply(mode, dp_size):
     shards = split_train_data_by_dp(arguments(mode), data, dp_size)
     assert by_row(shards, "rollout_counts") == [1, 0, 1, 0, 1, 0]
     assert by_row(shards, "rollout_mask_sums") == [5, 5, 2, 2, 2, 5]
-    assert by_row(shards, "rollout_ordinals") == [0, 0, 1, 1, 2, 0]
+    assert by_row(shards, "rollout_indices") == [0, 0, 1, 1, 2, 0]
     assert {key: data[key] for key in before} == before
-    assert "prompt_ordinals" not in shards[0]
+    assert "prompt_indices" not in shards[0]
 
 
 def test_the_split_keeps_counts_and_totals_that_are_given():
@@ -97,7 +97,7 @@ def test_prompt_columns_of_a_custom_conversion():
     args = arguments("prompt_mean", prompt_groups="ragged")
     shards = split_train_data_by_dp(args, columns(**groups, prompt_mask_sums=[7, 7, 7, 7, 2, 7]), 2)
     assert by_row(shards, "prompt_counts") == [1, 0, 0, 0, 1, 0]
-    assert by_row(shards, "prompt_ordinals") == [0, 0, 0, 0, 1, 0]
+    assert by_row(shards, "prompt_indices") == [0, 0, 0, 0, 1, 0]
     with pytest.raises(UserError, match=r"one prompt_mask_sums entry per sample \(6\), got none"):
         split_train_data_by_dp(args, columns(**groups), 2)
     with pytest.raises(UserError, match="needs prompt_group_indices"):
@@ -220,11 +220,11 @@ def test_prompt_columns_are_left_out_again_where_a_group_lies_in_two_steps(mode)
     before = copy.deepcopy(data)
     args.global_batch_size = 1
     (shard,) = split_train_data_by_dp(args, data, 1)
-    assert not PROMPT_COLUMNS & shard.keys() and "prompt_ordinals" not in shard
+    assert not PROMPT_COLUMNS & shard.keys() and "prompt_indices" not in shard
     assert {key: data[key] for key in before} == before
     args.global_batch_size = 3
     (shard,) = split_train_data_by_dp(args, data, 1)
-    assert by_row([shard], "prompt_ordinals") == [0, 0, 0, 0, 1, 0]
+    assert by_row([shard], "prompt_indices") == [0, 0, 0, 0, 1, 0]
     # Ragged steps hold whole groups.
     args.global_batch_size, args.prompt_groups = 1, "ragged"
     (shard,) = split_train_data_by_dp(args, data, 1)

@@ -63,12 +63,12 @@ def namespace(name):
     return mode_namespace(mode, 4.0 if mode == "constant" else None, **{**CONFIGS, **WITH_AUXILIARY_TERMS}[config])
 
 
-def run(args, step, cut, megatron=False):
-    """`(value, gradient by row, metrics)` of the cut, put together as the backend does."""
-    dp_size, num_microbatches = len(cut), len(cut[0])
+def run(args, step, split, megatron=False):
+    """`(value, gradient by row, metrics)` of the split, put together as the backend does."""
+    dp_size, num_microbatches = len(split), len(split[0])
     total, logs, normalizers = 0.0, [], 0
     gradient = [torch.zeros(0)] * len(step.rows)
-    for rank, batches in enumerate(cut):
+    for rank, batches in enumerate(split):
         set_parallel_state(simulated_state(dp_size, 1, dp_rank=rank))
         for indices in batches:
             batch, leaves = micro_batch(args, step, indices)
@@ -156,13 +156,13 @@ def test_naive_walk_over_tokens(name, megatron):
 
 
 @pytest.mark.parametrize(
-    "cut", [[[[0, 1, 2, 3, 4, 5]]], [[[5], [4], [3]], [[2], [1], [0]]], [[[2, 4]], [[0, 1, 3, 5]], [[]]]]
+    "split", [[[[0, 1, 2, 3, 4, 5]]], [[[5], [4], [3]], [[2], [1], [0]]], [[[2, 4]], [[0, 1, 3, 5]], [[]]]]
 )
 @pytest.mark.parametrize(
     "name", ["grpo/prompt_mean", "gspo/token_mean", "kl-k3/constant", "tis/sample_mean", "value/token_mean"]
 )
-def test_other_cuts(name, cut):
-    value, gradient, metrics = run(namespace(name), Step(), cut)
+def test_other_splits(name, split):
+    value, gradient, metrics = run(namespace(name), Step(), split)
     expected, expected_gradient, expected_metrics = naive(name)
     assert value == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
