@@ -1,6 +1,7 @@
 """The command line: `python -m miles.tools.plot_run DIR [DIR ...] [--output FILE.png] [--smooth N]`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def _plot(args: argparse.Namespace) -> None:
 def _refuse_to_overwrite(output: Path, directories: Sequence[Path]) -> None:
     for directory in directories:
         for name in (METRICS_NAME, ARGUMENTS_NAME):
-            if output.resolve() == (directory / name).resolve():
+            if os.path.realpath(output) == os.path.realpath(directory / name):
                 raise UserError(f"--output {output} is {directory / name}, which it would replace; name another file")
 
 

@@ -33,8 +33,13 @@ UNTOLD_ARGUMENTS = frozenset(
 )
 """Arguments in which repetitions of one run differ: seeds, and where files and metrics go."""
 UNTOLD_PREFIX = "wandb_"
-_TYPED_ARGUMENTS = {MODE_ARGUMENT: (str, "a mode's name"), DIVISOR_ARGUMENT: (int | float, "a number")}
-"""Arguments that are used for more than a label: their types, and the same in words."""
+LARGEST_DRAWN = 1e300
+"""Of larger magnitudes, sums and axes would leave float64."""
+_TYPED_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    MODE_ARGUMENT: (lambda value: isinstance(value, str), "a mode's name"),
+    DIVISOR_ARGUMENT: (lambda value: type(value) in (int, float) and 0 < value <= LARGEST_DRAWN, "a positive number"),
+}
+"""Arguments that are used for more than a label: what they must be, and the same in words."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +61,8 @@ class Run:
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the run's steps, [K] int64, and the values of `key`, [K] float64: NaN where a step has none."""
         steps = np.array([record[STEP_KEY] for record in self.records], dtype=np.int64)
-        return steps, np.array([record.get(key) for record in self.records], dtype=np.float64)
+        values = np.array([record.get(key) for record in self.records], dtype=np.float64)
+        return steps, np.where(np.abs(values) <= LARGEST_DRAWN, values, np.nan)
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,9 @@ def read_run(directory: Path) -> Run:
         UserError: it is no run's folder, or a file in it cannot be read or holds something else.
     """
     path = directory / METRICS_NAME
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # also where its name is too long to be one
         raise UserError(f"{directory} is not a folder; expected one that train.py wrote (--output-dir)")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(
             f"{directory} has no {METRICS_NAME}; expected a folder that train.py wrote (--output-dir). "
             f"If it holds such folders, name these: {directory}/*"
@@ -151,7 +157,7 @@ def group_runs(runs: Sequence[Run]) -> list[RunGroup]:
     keys = differing_arguments(runs)
     groups: dict[Any, list[Run]] = {}
     for run in runs:
-        values = run.arguments and _values(run.arguments, keys)
+        values = None if run.arguments is None else _values(run.arguments, keys)
         groups.setdefault(run.directory if values is None else values, []).append(run)
     told = _differing_within_modes([members[0] for members in groups.values()], keys)
     return [_make_group(members, keys, told) for members in groups.values()]
@@ -208,7 +214,7 @@ def _is_told(name: str) -> bool:
 
 def _read_arguments(path: Path) -> dict[str, Any] | None:
     """Return a run's arguments, None where it has no such file, in whose place the folder's name tells of it."""
-    if not path.exists():
+    if not os.path.exists(path):
         logger.warning("%s is missing; the run is named after its folder", path)
         return None
     try:
@@ -218,9 +224,9 @@ def _read_arguments(path: Path) -> dict[str, Any] | None:
     remedy = "remove the file to name the run after its folder"
     if not isinstance(arguments, dict):
         raise UserError(f"{path} is damaged: expected one JSON object, the run's arguments; {remedy}")
-    for name, (kind, expected) in _TYPED_ARGUMENTS.items():
+    for name, (is_valid, expected) in _TYPED_ARGUMENTS.items():
         value = arguments.get(name)
-        if value is not None and not isinstance(value, kind):
+        if value is not None and not is_valid(value):
             raise UserError(f"{path} is no run's: {name} must be {expected}, got {_shortened(repr(value))}; {remedy}")
     return arguments
 

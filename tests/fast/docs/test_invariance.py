@@ -41,7 +41,7 @@ def test_it_finds_a_loss_that_divides_by_the_rows_of_its_micro_batch(page):
     assert code.count(right) == 1
     (page / "my_losses.py").write_text(code.replace(right, LOCAL_MEAN))
     with pytest.raises(
-        AssertionError, match=r"cuts on fsdp fail; the smallest:\n  my_losses.focal sample_mean, "
+        AssertionError, match=r"splits on fsdp fail; the smallest:\n  my_losses.focal sample_mean, "
     ) as it:
         runpy.run_path(str(page / "check_focal.py"))
     assert "value: expected" in str(it.value)

@@ -64,6 +64,15 @@ def test_a_damaged_file_is_one_line_and_exit_status_2(runs, tmp_path, capsys):
     assert err.startswith(f"error: {tmp_path / 'token_mean' / 'metrics.jsonl'} line 1 is damaged: ")
 
 
+def test_a_name_too_long_and_a_link_to_itself_are_one_line(runs, tmp_path, capsys):
+    (tmp_path / "looped").mkdir()
+    (tmp_path / "looped" / "metrics.jsonl").symlink_to("metrics.jsonl")
+    for directory, message in (("a" * 300, "is not a folder"), (str(tmp_path / "looped"), "has no metrics.jsonl")):
+        assert main([*runs, directory]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and message in err
+
+
 def test_stopped_by_a_person(runs, monkeypatch, capsys):
     def stop(directories):
         raise KeyboardInterrupt

@@ -123,6 +123,17 @@ def test_runs_without_a_step_are_left_out_with_a_warning(tmp_path, caplog, conte
     assert f"{empty / 'metrics.jsonl'} has no step yet; the run is left out" in caplog.text
 
 
+def test_empty_arguments_are_known_ones(tmp_path):
+    directories = [write_run(tmp_path / name, [step(0, 0.5)]) for name in "ab"]
+    (tmp_path / "a" / "args.json").write_text("{}")
+    assert [len(group.runs) for group in group_runs(read_runs(directories))] == [1, 1]
+
+
+def test_values_that_no_axis_can_show_are_holes(tmp_path):
+    run = read_run(write_run(tmp_path / "a", [step(0, 1.7e308), step(1, -1.7e308), step(2, 0.5)]))
+    np.testing.assert_array_equal(run.series("rollout/raw_reward")[1], [np.nan, np.nan, 0.5])
+
+
 def test_nothing_to_draw(tmp_path):
     empty = [write_run(tmp_path / name, []) for name in "ab"]
     with pytest.raises(UserError, match=r"nothing to draw: none of .*a, .*b has finished a step yet"):
@@ -185,7 +196,13 @@ def test_a_run_without_arguments_is_named_after_its_folder_and_stands_alone(tmp_
             '{"loss_aggregation": ["a"]}',
             "args.json is no run's: loss_aggregation must be a mode's name, got \"['a']\"",
         ),
-        ('{"loss_aggregation_divisor": "x"}', "args.json is no run's: loss_aggregation_divisor must be a number, got"),
+        *(
+            (
+                f'{{"loss_aggregation_divisor": {value}}}',
+                "args.json is no run's: loss_aggregation_divisor must be a positive number, got",
+            )
+            for value in ('"x"', "true", "0", "NaN", "1e999", "1" + "0" * 400)
+        ),
     ],
 )
 def test_damaged_arguments(tmp_path, content, message):
