@@ -78,8 +78,8 @@ def build_data_source(args: Options, tokenizer: Tokenizer) -> DataSource:
 
     Raises:
         UserError: the file is missing, empty, or has a line that is not an object with a text under the input key
-            (and a text or number under the label key), both of characters that UTF-8 has, or a prompt leaves no room
-            for the response.
+            (and a text or number under the label key), both of characters that UTF-8 has, or a prompt is too long
+            to be answered.
     """
     if args.prompt_data:
         prompts = read_prompts(args.prompt_data, args.input_key, args.label_key)
@@ -184,11 +184,11 @@ def _check_prompt_fits(where: str, text: str, tokenizer: Tokenizer, args: Option
         length = len(tokenizer.encode(text))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    room = args.max_position_embeddings - args.rollout_max_response_len
-    if length > room:
+    longest = args.max_position_embeddings - args.rollout_max_response_len
+    if length > longest:
         needed = length + args.rollout_max_response_len
         raise UserError(
             f"{where}: the prompt has {length} tokens, but max_position_embeddings={args.max_position_embeddings} "
-            f"less rollout_max_response_len={args.rollout_max_response_len} leaves room for {room}; "
+            f"less rollout_max_response_len={args.rollout_max_response_len} allows at most {longest}; "
             f"shorten it or raise --max-position-embeddings to {needed}"
         )

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from miles.ray.rollout.row_groups import first_conflict
 from miles.rollout.data_source import DataSource
 from miles.rollout.rm_hub import set_rewards
 from miles.rollout.tokenizer import Tokenizer, encode_prompt
@@ -128,16 +129,15 @@ def gather_rollouts(
 
 def _check_rollouts_of_one_rank(shares: list[list[Sample]]) -> None:
     """Check that no two ranks gave different rollouts one id, which would merge them."""
-    rank_of: dict[int | None, int] = {}
-    for rank, share in enumerate(shares):
-        # Conversion refuses ids of other kinds, and says so.
-        for rollout in {sample.rollout_id for sample in share if isinstance(sample.rollout_id, Integral)}:
-            if rank_of.setdefault(rollout, rank) != rank:
-                raise UserError(
-                    f"ranks {rank_of[rollout]} and {rank} both have samples of rollout_id {rollout}; a rollout "
-                    "function must give each rollout an id of its own over all ranks, such as the index of its first "
-                    "sample"
-                )
+    owned = ((sample.rollout_id, rank) for rank, share in enumerate(shares) for sample in share)
+    # Conversion refuses ids of other kinds, and says so.
+    conflict = first_conflict(pair for pair in owned if isinstance(pair[0], Integral))
+    if conflict is not None:
+        rollout, first, second = conflict
+        raise UserError(
+            f"ranks {first} and {second} both have samples of rollout_id {rollout}; a rollout function must give each "
+            "rollout an id of its own over all ranks, such as the index of its first sample"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A fast door for files that `torch.save` wrote of plain data alone, which almost all rollout dumps are.
+"""A fast reader for files that `torch.save` wrote of plain data alone, which almost all rollout dumps are.
 
 `torch.load(..., weights_only=True)` walks through the pickle in Python, a microsecond for each number. The standard
 library's reader is ten times as fast, and as safe once it may import nothing: without an import a pickle can build

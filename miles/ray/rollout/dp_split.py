@@ -84,7 +84,8 @@ def split_train_data_by_dp_raw(args: Options, data: dict[str, Any], *, dp_size: 
     if mode.counts_tokens and "loss_masks" in columns:
         _check_counted_tokens(args, columns, steps)
     add_indices(columns)
-    return _deal_steps(args, columns, steps, units, dp_size)
+    dealt = [_deal(rows, units, columns["total_lengths"], dp_size, balance=args.balance_data) for rows in steps]
+    return [_package_shard(columns, [parts[rank] for parts in dealt]) for rank in range(dp_size)]
 
 
 def _check_prompt_columns(data: dict[str, Any]) -> None:
@@ -151,26 +152,6 @@ def _is_counted(mask: Sequence[int], weights: Sequence[float] | None) -> bool:
     return bool(active.any() if weights is None else (active & (np.asarray(weights, dtype=np.float32) > 0)).any())
 
 
-def _deal_steps(
-    args: Options,
-    columns: dict[str, Any],
-    steps: Sequence[Sequence[int]],
-    units: Sequence[Hashable],
-    dp_size: int,
-) -> list[dict[str, Any]]:
-    """Deal the units of each step to the ranks and return each rank's shard."""
-    partitions: list[list[int]] = [[] for _ in range(dp_size)]
-    step_row_counts: list[list[int]] = [[] for _ in range(dp_size)]
-    for rows in steps:
-        for rank, part in enumerate(_deal(rows, units, columns["total_lengths"], dp_size, balance=args.balance_data)):
-            partitions[rank].extend(part)
-            step_row_counts[rank].append(len(part))
-    return [
-        _package_shard(columns, partition, counts)
-        for partition, counts in zip(partitions, step_row_counts, strict=True)
-    ]
-
-
 def _deal(
     rows: Sequence[int], units: Sequence[Hashable], lengths: Sequence[int], dp_size: int, *, balance: bool
 ) -> list[list[int]]:
@@ -184,10 +165,11 @@ def _deal(
     return [[row for bundle in part for row in bundles[bundle]] for part in chosen]
 
 
-def _package_shard(data: dict[str, Any], partition: list[int], step_row_counts: list[int]) -> dict[str, Any]:
-    """Take the partition's entries of every per-row column; copy the rest as it is."""
+def _package_shard(data: dict[str, Any], rows_by_step: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Take a rank's rows, step by step, of every per-row column; copy the rest as it is."""
     num_rows = len(data["tokens"])
-    shard: dict[str, Any] = {"partition": partition, "step_row_counts": step_row_counts}
+    partition = [row for rows in rows_by_step for row in rows]
+    shard: dict[str, Any] = {"partition": partition, "step_row_counts": [len(rows) for rows in rows_by_step]}
     for key, column in data.items():
         per_row = isinstance(column, (list, tuple)) and len(column) == num_rows and key not in WHOLE_COLUMNS
         shard[key] = [column[row] for row in partition] if per_row else column

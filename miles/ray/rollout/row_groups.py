@@ -143,18 +143,16 @@ def with_shared_columns(kind: str, data: dict[str, Any]) -> dict[str, Any]:
     if ID_COLUMN_OF[kind] not in data:
         return dict(data)
     ids = data[ID_COLUMN_OF[kind]]
-    _check_counts(kind, ids, data)
-    columns = shared_columns(kind, ids, data["loss_masks"])
-    _check_mask_sums(kind, ids, data, columns[f"{kind}_mask_sums"])
-    return {**columns, **data}
+    computed = shared_columns(kind, ids, data["loss_masks"])
+    columns = {**computed, **data}
+    _check_counts(kind, ids, columns[f"{kind}_counts"])
+    _check_mask_sums(kind, ids, columns[f"{kind}_mask_sums"], computed[f"{kind}_mask_sums"])
+    return columns
 
 
-def _check_mask_sums(kind: str, ids: Sequence[Hashable], data: dict[str, Any], expected: Sequence[int]) -> None:
+def _check_mask_sums(kind: str, ids: Sequence[Hashable], sums: Sequence[int], expected: Sequence[int]) -> None:
     """Check that every row carries the total of its rollout or prompt group: the active tokens of all rows of it."""
     column = f"{kind}_mask_sums"
-    if column not in data:
-        return
-    sums = data[column]
     if len(sums) != len(ids):
         raise UserError(
             f"train data with {ID_COLUMN_OF[kind]} needs one {column} entry per sample ({len(ids)}), got {len(sums)}"
@@ -167,12 +165,11 @@ def _check_mask_sums(kind: str, ids: Sequence[Hashable], data: dict[str, Any], e
             )
 
 
-def _check_counts(kind: str, ids: Sequence[Hashable], data: dict[str, Any]) -> None:
+def _check_counts(kind: str, ids: Sequence[Hashable], counts: Sequence[int]) -> None:
     """Check that each rollout or prompt group counts once."""
-    column = f"{kind}_counts"
-    for id_, total in totals_by_id(ids, data.get(column, first_occurrences(ids))).items():
+    for id_, total in totals_by_id(ids, counts).items():
         if total != 1:
             raise UserError(
-                f"{column} of {_WORDS[kind]} {id_} add up to {total}; put 1 on one row of each {_WORDS[kind]} "
+                f"{kind}_counts of {_WORDS[kind]} {id_} add up to {total}; put 1 on one row of each {_WORDS[kind]} "
                 "and 0 on its other rows, or leave the column out"
             )

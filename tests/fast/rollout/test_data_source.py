@@ -104,7 +104,7 @@ def test_each_epoch_is_shuffled_anew_by_the_seed(tmp_path: Path) -> None:
         (
             [{"input": "a", "label": "1"}, {"input": "a" * 13, "label": "1"}],
             "line 2: the prompt has 13 tokens, but max_position_embeddings=16 less rollout_max_response_len=4 "
-            "leaves room for 12; .*--max-position-embeddings to 17",
+            "allows at most 12; .*--max-position-embeddings to 17",
         ),
     ],
 )
