@@ -134,7 +134,7 @@ def _finite(sample: Sample, reward: Any) -> float:
     """Return `reward` as a float; numpy and torch scalars are numbers too, texts are not."""
     try:
         value = None if isinstance(reward, str) else float(reward)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         value = None
     if value is None or not math.isfinite(value):
         raise UserError(f"{_name(sample)}: a reward must be a finite number, got {reward!r}")

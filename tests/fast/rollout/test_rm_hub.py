@@ -145,7 +145,7 @@ def test_any_number_becomes_a_float(plugin: ModuleType, reward: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "reward", [math.nan, math.inf, -math.inf, None, "1", [1.0], {"a": 1.0}, torch.ones(2)], ids=repr
+    "reward", [math.nan, math.inf, -math.inf, None, "1", [1.0], {"a": 1.0}, torch.ones(2), 10**400], ids=repr
 )
 def test_what_is_no_finite_number_is_an_error(plugin: ModuleType, reward: Any) -> None:
     plugin.rm = lambda args, sample: reward
