@@ -121,11 +121,11 @@ def call_code(start: str, arguments: Sequence[str], end: str = ")", *, depth: in
         depth: how many blocks the line will be indented by.
         width: longest line.
     """
-    room = width - 4 * depth
+    available = width - 4 * depth
     inside = ", ".join(arguments)
-    if len(start + inside + end) <= room:
+    if len(start + inside + end) <= available:
         return start + inside + end
-    if len(inside) + 4 <= room:
+    if len(inside) + 4 <= available:
         return f"{start}\n    {inside}\n{end}"
     return start + "".join(f"\n    {argument}," for argument in arguments) + f"\n{end}"
 

@@ -215,8 +215,8 @@ def _missing(unavailable: dict[str, str]) -> list[str]:
 
 def _line(label: str, cells: Iterable[str], *, cell: int = CELL) -> str:
     cells = tuple(cells)
-    room = min(LABEL, WIDTH - cell * len(cells))
-    return (f"{label:<{room}}" + "".join(f" {text:>{cell - 1}}" for text in cells)).rstrip()
+    width = min(LABEL, WIDTH - cell * len(cells))
+    return (f"{label:<{width}}" + "".join(f" {text:>{cell - 1}}" for text in cells)).rstrip()
 
 
 def _wrapped(head: str, text: str) -> list[str]:

@@ -23,7 +23,7 @@ VOCABULARY = 7
 
 
 def per_hundred(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
-    """Make a reducer of a person's own: 1/100 for each token; only for responses that are not cut."""
+    """Make a reducer of a person's own: 1/100 for each token; only for responses that are not truncated."""
     mask = torch.cat(loss_masks)
     return lambda values: (values * mask).sum() / 100
 
