@@ -177,7 +177,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def label_in_plain_numbers(axis: Axis) -> None:
-    """Let a logarithmic axis count in plain numbers that do not touch, and span a factor of 4 at least.
+    """Let a logarithmic axis count in a few plain numbers, and span a factor of 4 at least.
 
     Args:
         axis: What it measures is drawn already, something of it above 0.

@@ -2,9 +2,11 @@
 
 import os
 import tempfile
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import Phase, settings
 
 from miles.backends.training_utils import parallel
@@ -33,6 +35,16 @@ def _one_process():
     parallel.set_parallel_state(parallel.ParallelState())
     yield
     parallel.set_parallel_state(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    """Later tests fork this process, and a lock that a thread holds at that moment stays locked in the fork."""
+    before = threading.enumerate()
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread not in before]
+    assert not left, f"the test leaves the threads {left}; let what starts them run in a fork (run_ranks)"
+    assert not dist.is_initialized(), "the test leaves a process group; let what makes it run in a fork (run_ranks)"
 
 
 @pytest.fixture

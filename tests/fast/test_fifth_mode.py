@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -18,6 +19,7 @@ from miles.tools.aggregation_report.__main__ import main as report
 from miles.trainer import main as train
 from miles.utils.arguments import build_parser, parse_args
 from miles.utils.errors import UserError
+from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks
 from tests.fast.testing.steps import make_step
 from tests.fast.tiny_runs import TINY, read_metrics
 from tests.fast.tools.aggregation_report.small_dumps import GLOBAL_BATCH_SIZE, write_dumps
@@ -109,7 +111,7 @@ def test_training_on_ragged_groups_uses_it(fifth_mode, tmp_path):
     values = {}
     for mode in (NAME, "prompt_mean"):
         options = ["--loss-aggregation", mode, "--prompt-groups", "ragged", "--aux-loss-aggregation", "match"]
-        assert train([*TINY, *options, "--output-dir", str(tmp_path / mode)]) == 0
+        assert run_ranks(partial(train, [*TINY, *options, "--output-dir", str(tmp_path / mode)]), 1) == [0]
         values[mode] = [line["train/grad_norm"] for line in read_metrics(tmp_path / mode)]
     assert values[NAME] != values["prompt_mean"]
 

@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from miles.backends.training_utils.cp_utils import all_reduce_with_cp
+from miles.backends.training_utils.cp_utils import all_reduce_with_cp, get_logits_and_tokens_offset_with_cp
 from miles.backends.training_utils.parallel import get_parallel_state
 
 
@@ -49,8 +49,9 @@ class PackedCoreAttention(MegatronModule):
 
 def _attend(query: Tensor, keys_values: Tensor) -> Tensor:
     """Attend from this rank's `[P / cp_size, A, D]` queries of a row to its `[cp_size, P / cp_size, 2, A, D]` keys."""
-    places = _zigzag_positions(keys_values.size(0) * query.size(0), keys_values.size(0))
-    local = places[get_parallel_state().cp.rank].to(query.device)
+    cp, length = get_parallel_state().cp, keys_values.size(0) * keys_values.size(1)
+    places = [_zigzag_positions(length, rank, cp.size) for rank in range(cp.size)]
+    local = places[cp.rank].to(query.device)
     # Each token goes to its place in the whole row, where the causal mask has a fast kernel and needs no memory.
     in_order = torch.cat(places).argsort().to(query.device)
     queries = query.new_zeros(in_order.numel(), *query.shape[1:]).index_copy(0, local, query)
@@ -59,10 +60,10 @@ def _attend(query: Tensor, keys_values: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)[0].transpose(0, 1)[local]
 
 
-def _zigzag_positions(length: int, cp_size: int) -> list[Tensor]:
-    """Return for each context-parallel rank which positions of a padded row it holds, in its order."""
-    chunks = torch.arange(length).tensor_split(2 * cp_size)
-    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(cp_size)]
+def _zigzag_positions(length: int, cp_rank: int, cp_size: int) -> Tensor:
+    """Return which positions of a padded row a context-parallel rank holds, int64 `[length / cp_size]`."""
+    _, chunks, *_ = get_logits_and_tokens_offset_with_cp(length, 0, cp_rank=cp_rank, cp_size=cp_size)
+    return torch.cat([torch.arange(*chunk) for chunk in chunks])
 
 
 def gather_over_cp(tensor: Tensor) -> Tensor:

@@ -88,9 +88,8 @@ def _padded_lengths(
 
 def local_length(total_length: int, qkv_format: str = "thd", max_seq_len: int | None = None) -> int:
     """Return how many positions of one (padded) sequence this rank holds."""
-    cp_size = get_parallel_state().cp.size
-    chunk_size, *_ = get_logits_and_tokens_offset_with_cp(total_length, 0, qkv_format, max_seq_len)
-    return chunk_size * (2 if cp_size > 1 else 1)
+    _, chunks, *_ = get_logits_and_tokens_offset_with_cp(total_length, 0, qkv_format, max_seq_len)
+    return sum(end - start for start, end in chunks)
 
 
 def slice_log_prob_with_cp(

@@ -5,12 +5,14 @@ import re
 import runpy
 import shlex
 import sys
+from functools import partial
 
 import pytest
 
 from miles.backends.training_utils.loss_aggregation import MODES
 from miles.trainer import main
 from miles.utils.arguments import parse_args
+from tests.fast.backends.experimental.fsdp_utils.ranks import run_ranks
 from tests.fast.docs.test_customization import ROOT, python_files
 from tests.fast.tools.plot_run.folders import step, write_run
 
@@ -33,13 +35,13 @@ def test_the_command_trains_each_mode(mode):
     assert args.output_dir == f"runs/four-modes/{mode}-3"
 
 
-def test_the_first_gradients_of_constant_and_token_mean_differ_by_the_tokens_over_the_divisor(tmp_path, capsys):
+def test_the_first_gradients_of_constant_and_token_mean_differ_by_the_tokens_over_the_divisor(tmp_path):
     first = {}
     for mode in ("token_mean", "constant"):
         output = tmp_path / mode
-        assert main([*_training_options(mode, 1), "--num-rollout", "1", "--output-dir", str(output)]) == 0
+        command = [*_training_options(mode, 1), "--num-rollout", "1", "--output-dir", str(output)]
+        assert run_ranks(partial(main, command), 1) == [0]
         first[mode] = json.loads((output / "metrics.jsonl").read_text())
-    capsys.readouterr()
     assert first["token_mean"]["train/num_tokens"] == first["constant"]["train/num_tokens"]
     ratio = first["constant"]["train/grad_norm"] / first["token_mean"]["train/grad_norm"]
     # M / (L N): L = 16 tokens, N = 32 prompts of 8 answers. Norms are float32 sums over some hundred thousand squares.

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.rollout.arithmetic import CHARACTERS
-from miles.rollout.tokenizer import PAD_TEXT, ByteTokenizer, CharTokenizer, Tokenizer, get_tokenizer
+from miles.rollout.tokenizer import PAD_TEXT, ByteTokenizer, CharTokenizer, Tokenizer, encode_prompt, get_tokenizer
 from miles.utils.errors import UserError
+from miles.utils.types import Sample
 
 
 @given(st.text(alphabet="aé€😀\n\x00 9"))
@@ -61,3 +62,9 @@ def test_choice(kind: str, prompt_data: str | None, dump: str | None, expected: 
 def test_unknown_tokenizer_is_an_error() -> None:
     with pytest.raises(UserError, match="--tokenizer-type must be auto, byte or arithmetic, got 'word'"):
         get_tokenizer(Namespace(tokenizer_type="word", prompt_data=None, load_debug_rollout_data=None))
+
+
+def test_a_prompt_of_messages_needs_a_chat_template():
+    assert encode_prompt(ByteTokenizer(), Sample(prompt="ab")) == [97, 98]
+    with pytest.raises(UserError, match=r"the prompt of sample 3 is a list of messages, .*; give its text"):
+        encode_prompt(ByteTokenizer(), Sample(index=3, prompt=[{"role": "user", "content": "ab"}]))

@@ -13,6 +13,13 @@ from miles.utils.run_recorder import RunRecorder, SilentRecorder
 from miles.utils.tracking import Trackers
 
 
+@pytest.fixture(autouse=True)
+def _no_monitor(monkeypatch):
+    monkeypatch.setattr(
+        run_recorder.tqdm, "monitor_interval", 0
+    )  # it would be a thread of the process that tests fork
+
+
 def _recorder(tmp_path, *, first_rollout_id=0):
     args = Namespace(num_rollout=4, num_steps_per_rollout=2, tracking=["jsonl"])
     return RunRecorder(args, tmp_path, first_rollout_id=first_rollout_id, started=time.monotonic())
