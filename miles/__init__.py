@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from miles.backends.training_utils.loss_hub.custom_reducer import ReducerContext
     from miles.backends.training_utils.loss_hub.pg_loss_reducer import get_pg_loss_reducer
+    from miles.integrations.step_aggregation import StepAggregation
     from miles.ray.rollout.dp_split import split_train_data_by_dp
     from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data
     from miles.utils.types import RolloutBatch, Sample
@@ -37,6 +38,7 @@ __all__ = [
     "RolloutBatch",
     "RowTotals",
     "Sample",
+    "StepAggregation",
     "StepCounts",
     "convert_samples_to_train_data",
     "get_pg_loss_reducer",
@@ -56,6 +58,7 @@ _HOMES = {
     "RolloutBatch": "miles.utils.types",
     "RowTotals": _AGGREGATION,
     "Sample": "miles.utils.types",
+    "StepAggregation": "miles.integrations.step_aggregation",
     "StepCounts": _AGGREGATION,
     "convert_samples_to_train_data": "miles.ray.rollout.train_data_conversion",
     "get_pg_loss_reducer": "miles.backends.training_utils.loss_hub.pg_loss_reducer",

@@ -60,7 +60,7 @@ def validate_loss_aggregation_args(args: Options) -> None:
     for name, allowed in CHOICES.items():
         _check_choice(name, getattr(args, name), allowed)
     chosen = MODES[mode]
-    _check_divisor(chosen, args.loss_aggregation_divisor)
+    check_divisor(chosen, args.loss_aggregation_divisor)
     _check_loss_type(chosen, args)
     _check_prompt_groups(chosen, args)
 
@@ -89,8 +89,12 @@ def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
         )
 
 
-def _check_divisor(mode: LossAggregation, divisor: Any) -> None:
-    """Check that a mode with a divisor, and only such a mode, has a positive finite one."""
+def check_divisor(mode: LossAggregation, divisor: Any) -> None:
+    """Check that a mode with a divisor, and only such a mode, has a positive finite one.
+
+    Raises:
+        UserError: a divisor is missing, there for nothing, or no such number.
+    """
     if not mode.needs_divisor:
         if divisor is not None:
             takers = " or ".join(other.name for other in MODES.values() if other.needs_divisor)

@@ -34,10 +34,8 @@ from miles.backends.training_utils.loss_aggregation import (
     StepCounts,
     concat,
     mask_sums,
-    takes_stacks,
-    taking_stacks,
 )
-from miles.backends.training_utils.loss_hub.math_utils import row_sums
+from miles.backends.training_utils.loss_hub.math_utils import row_sums, weighted_reducer
 from miles.backends.training_utils.loss_hub.responses import Responses
 from miles.utils.options import Options
 
@@ -137,13 +135,7 @@ class LossTerm:
         """Return x -> reducer(w * x); the reducer itself where there are no weights."""
         if self.weights is None:
             return reducer
-        weights = concat(self.responses.slice(self.weights))
-
-        def weighted(values: torch.Tensor) -> torch.Tensor:
-            # A token of weight 0 is out like a masked one, whatever its value, NaN included.
-            return reducer(torch.where(weights != 0, values, values.new_zeros(())) * weights)
-
-        return taking_stacks(weighted) if takes_stacks(reducer) else weighted
+        return weighted_reducer(reducer, concat(self.responses.slice(self.weights)))
 
 
 def counted_masks(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from miles.utils.errors import UserError
 from miles.utils.types import Sample
+
+Number = TypeVar("Number", int, float)
 
 ID_COLUMN_OF = {"rollout": "rollout_ids", "prompt": "prompt_group_indices"}
 """The column that says which rows belong together, for each kind."""
@@ -44,12 +46,20 @@ def rows_by_id(ids: Sequence[Hashable]) -> dict[Hashable, list[int]]:
     return members
 
 
-def totals_by_id(ids: Iterable[Hashable], values: Iterable[int]) -> dict[Hashable, int]:
+def totals_by_id(ids: Iterable[Hashable], values: Iterable[Number]) -> dict[Hashable, Number]:
     """Return the sum of the values of each distinct id, ids in order of first appearance."""
-    totals: dict[Hashable, int] = {}
+    totals: dict[Hashable, Number] = {}
     for id_, value in zip(ids, values, strict=True):
-        totals[id_] = totals.get(id_, 0) + value
+        totals[id_] = totals[id_] + value if id_ in totals else value
     return totals
+
+
+def samples_by_group(groups: Iterable[Hashable], samples: Iterable[Hashable]) -> dict[Hashable, int]:
+    """Return how many distinct samples the rows of each group have, groups in order of first appearance."""
+    members: dict[Hashable, set[Hashable]] = {}
+    for group, sample in zip(groups, samples, strict=True):
+        members.setdefault(group, set()).add(sample)
+    return {group: len(found) for group, found in members.items()}
 
 
 def first_conflict(pairs: Iterable[tuple[Hashable, Any]]) -> tuple[Hashable, Any, Any] | None:
@@ -117,15 +127,13 @@ def check_complete_groups(groups: Sequence[Hashable], rollouts: Sequence[Hashabl
     Raises:
         UserError: with how many have not, and the first of them.
     """
-    members: dict[Hashable, set[Hashable]] = {}
-    for group, rollout in zip(groups, rollouts, strict=True):
-        members.setdefault(group, set()).add(rollout)
-    wrong = {group: len(rollouts) for group, rollouts in members.items() if len(rollouts) != size}
+    sizes = samples_by_group(groups, rollouts)
+    wrong = {group: found for group, found in sizes.items() if found != size}
     if wrong:
         group, found = next(iter(wrong.items()))
         raise UserError(
             f"prompt_mean needs complete prompt groups of n_samples_per_prompt={size} samples; {len(wrong)} of "
-            f"{len(members)} groups are not, for example group_index {group} with {found}; set --n-samples-per-prompt "
+            f"{len(sizes)} groups are not, for example group_index {group} with {found}; set --n-samples-per-prompt "
             "to the rollout's group size, or pass --prompt-groups ragged"
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from miles.backends.training_utils.loss_aggregation import send
+from miles.backends.training_utils.loss_aggregation import Reducer, send, takes_stacks, taking_stacks
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 nats before exp, so that one token cannot overflow float32 (exp(20) is 4.9e8)."""
@@ -124,3 +124,12 @@ def row_sums(values: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor
 def sum_by(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
     """Add up values `[B]` that have the same `[B]` int64 index, giving `[size]` of their dtype; differentiable."""
     return values.new_zeros(size).index_add(0, index, values)
+
+
+def weighted_reducer(reducer: Reducer, weights: torch.Tensor) -> Reducer:
+    """Return x -> reducer(w * x) of `[T]` weights; a token of weight 0 is out like a masked one, NaN included."""
+
+    def weighted(values: torch.Tensor) -> torch.Tensor:
+        return reducer(torch.where(weights != 0, values, values.new_zeros(())) * weights)
+
+    return taking_stacks(weighted) if takes_stacks(reducer) else weighted
