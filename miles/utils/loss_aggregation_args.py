@@ -58,7 +58,7 @@ def validate_loss_aggregation_args(args: Options) -> None:
             "of token_mean; leave one of the two out"
         )
     for name, allowed in CHOICES.items():
-        _check_choice(name, getattr(args, name), allowed)
+        check_choice(name, getattr(args, name), allowed)
     chosen = MODES[mode]
     check_divisor(chosen, args.loss_aggregation_divisor)
     _check_loss_type(chosen, args)
@@ -81,7 +81,7 @@ def check_loss_aggregation_mode(mode: Any) -> None:
         raise UserError(f"Unknown --loss-aggregation mode {mode!r}; allowed: {', '.join(MODES)}{hint}")
 
 
-def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Check a value that argparse has not seen, such as one of a host's namespace."""
     if value not in allowed:
         raise UserError(
