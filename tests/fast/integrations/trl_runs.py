@@ -116,7 +116,7 @@ def train(folder, change, set_up, options, resume):
         reward_funcs=reward,
         args=config(folder, **options),
         train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
-        eval_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS[:3]}),
+        eval_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS[:4]}),
         processing_class=tokenizer(),
         callbacks=[recorder],
     )
